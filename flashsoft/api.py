@@ -1,0 +1,325 @@
+"""The public functions: each states its semantics, checks its arguments, and makes one call of one operator."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import checks, dispatch, masks, ops, reference
+
+_ops = getattr(torch.ops, ops.NAMESPACE)
+MaskLike = masks.Mask | Tensor | None
+
+
+def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+    """exp(x - lse) along `dim`, in one fused pass over each row.
+
+    Args:
+        x: any shape and strides; float32, float16, bfloat16 (computed in float32) or float64.
+        dim: the dimension that sums to one.
+        dtype: of the result, x's by default; nothing the size of x is cast before.
+        backend: run on this backend or raise; see `explain`.
+
+    A row of -inf only is NaN, as in torch; `fused_softmax` gives zeros there. NaN makes its row NaN.
+    Differentiable twice.
+
+    Raises:
+        ValueError: dim out of range, or x a scalar.
+        TypeError: x not a floating tensor, or a dtype that results cannot have.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+
+    >>> softmax(torch.tensor([[0.0, 0.0], [1.0, float("-inf")]]))
+    tensor([[0.5000, 0.5000],
+            [1.0000, 0.0000]])
+    """
+    return _along(_ops.softmax, x, dim, dtype, backend)
+
+
+def log_softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+    """x - lse along `dim`; arguments and errors as in `softmax`, accurate however far x lies from zero.
+
+    >>> log_softmax(torch.tensor([1e7, 1e7]))
+    tensor([-0.6931, -0.6931])
+    """
+    return _along(_ops.log_softmax, x, dim, dtype, backend)
+
+
+def _along(op: torch._ops.OpOverloadPacket, x: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    checks.tensor("x", x)
+    checks.output_dtype(dtype)
+    dim = checks.dimension(x, dim)
+    if dtype == torch.float64:
+        x = x.to(dtype)
+    rows = x if dim == x.ndim - 1 else x.movedim(dim, -1)
+    y: Tensor = op(rows, dtype or x.dtype, backend or "")
+    return y if dim == x.ndim - 1 else y.movedim(-1, dim)
+
+
+def logsumexp(x: Tensor, dim: int = -1, *, keepdim: bool = False, backend: str | None = None) -> Tensor:
+    """lse = ln(sum(exp(x))) along `dim`, in float32 whatever x's dtype (float64 for float64).
+
+    -inf for a row of -inf or of length 0, +inf for one with +inf in it. Arguments and errors as in `softmax`.
+
+    >>> logsumexp(torch.zeros(2, 8))
+    tensor([2.0794, 2.0794])
+    """
+    checks.tensor("x", x)
+    dim = checks.dimension(x, dim)
+    lse: Tensor = _ops.logsumexp(x.movedim(dim, -1), backend or "")
+    return lse.unsqueeze(dim) if keepdim else lse
+
+
+@overload
+def fused_softmax(
+    x: Tensor,
+    temperature: float | Tensor = ...,
+    mask: MaskLike = ...,
+    bias: Tensor | None = ...,
+    top_k: int | Tensor | None = ...,
+    dim: int = ...,
+    return_lse: Literal[False] = ...,
+    *,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def fused_softmax(
+    x: Tensor,
+    temperature: float | Tensor = ...,
+    mask: MaskLike = ...,
+    bias: Tensor | None = ...,
+    top_k: int | Tensor | None = ...,
+    dim: int = ...,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def fused_softmax(
+    x: Tensor,
+    temperature: float | Tensor = 1.0,
+    mask: MaskLike = None,
+    bias: Tensor | None = None,
+    top_k: int | Tensor | None = None,
+    dim: int = -1,
+    return_lse: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(x / temperature + bias) over what mask and top-k keep, in one kernel.
+
+    The order is temperature, bias, mask, top-k, softmax. What is not kept is exactly 0 and takes no gradient, and
+    NaN or inf there does not leak. A row of which nothing is kept is 0, its lse -inf, its gradient 0; this holds
+    for a row of -inf without a mask too, where `softmax` gives NaN.
+
+    Args:
+        x: scores or logits of any shape and strides; float32, float16, bfloat16 or float64.
+        temperature: a number > 0, or a tensor of one entry a row: of x's shape without `dim` or with size 1 there,
+            or broadcastable to it. An entry of 0 puts all mass on the maximum, ties sharing it.
+        mask: boolean, True = takes part (the opposite of `masked_fill`), broadcastable to x; or a mask such as
+            `Causal()`, never built, for x of shape (..., Sq, Sk).
+        bias: floating, broadcastable to x; its gradient is summed over what it was broadcast along.
+        top_k: keep the k largest of what the mask keeps, an integer >= 1 or an integer tensor of one entry a row.
+            Exactly k survive: equals are taken lowest index first, as by a stable descending sort. k of the row's
+            length and more keeps all. Scores are compared in float32.
+        dim: the dimension that sums to one (the last, for a mask that is a value).
+        return_lse: also return the natural log of the kept scores' sum of exponentials, float32, without `dim`.
+
+    Differentiable once, to x, a temperature tensor and bias.
+
+    Raises:
+        ValueError: a temperature <= 0 or not finite, top_k < 1, shapes that do not broadcast, devices that differ.
+        TypeError: a mask that is not boolean, a top_k that is not an integer, x or bias not floating.
+
+    >>> fused_softmax(torch.tensor([1.0, 2.0, 2.0, 2.0]), top_k=2)
+    tensor([0.0000, 0.5000, 0.5000, 0.0000])
+    """
+    checks.tensor("x", x)
+    dim = checks.dimension(x, dim)
+    temperature = checks.temperature(temperature, x, dim)
+    top_k = checks.top_k(top_k, x, dim)
+    checks.bias(bias, x.shape, "x", x.device)
+    spec = checks.mask(mask, x.shape, "x", x.device)
+    if (spec.lo is not None or spec.hi is not None) and dim != x.ndim - 1:
+        raise ValueError(f"dim must be the last for a mask such as Causal(), got {dim} of {x.ndim} dimensions")
+    rows = x.movedim(dim, -1)
+    y, lse = _ops.fused_softmax(
+        rows,
+        1.0 if isinstance(temperature, Tensor) else temperature,
+        _per_row(temperature, rows, dim),
+        None if spec.keep is None else spec.keep.expand(x.shape).movedim(dim, -1),
+        spec.lo,
+        spec.hi,
+        None if bias is None else bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape).movedim(dim, -1),
+        None if isinstance(top_k, Tensor) else top_k,
+        _per_row(top_k, rows, dim),
+        backend or "",
+    )
+    y = y.movedim(-1, dim)
+    return (y, lse) if return_lse else y
+
+
+def _per_row(value: object, rows: Tensor, dim: int) -> Tensor | None:
+    """An option of one entry a row in the layout of the operators: x's dimensions, the last of size 1."""
+    if not isinstance(value, Tensor):
+        return None
+    return value.movedim(dim, -1).expand(*rows.shape[:-1], 1)
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskLike = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * query @ key^T) @ value over what `mask` keeps, in O(S) memory, forward and backward.
+
+    Args:
+        query: (B, Hq, Sq, D), any strides; float32, float16, bfloat16 or float64 (under autocast, cast to its
+            dtype). D and Dv from 1 to 256.
+        key: (B, Hkv, Sk, D), Hq a multiple of Hkv: query head h reads key head h // (Hq / Hkv).
+        value: (B, Hkv, Sk, Dv).
+        mask: `Causal()`, `Window(...)`, a boolean tensor broadcastable to (B, Hq, Sq, Sk) with True = takes part
+            (as in `scaled_dot_product_attention`, the opposite of `masked_fill`), or several joined with `&`.
+        scale: any finite number; 1 / sqrt(D) by default.
+        return_lse: also return the natural logsumexp of each query's scores, float32 (B, Hq, Sq). Differentiable.
+        backend: run on this backend or raise; see `explain`.
+
+    Returns:
+        out (B, Hq, Sq, Dv), laid out in memory like query. A query with nothing to attend to gets out 0, lse -inf
+        and gradients 0. A key that is masked for every query never leaks, whatever it holds.
+
+    float32 is computed in full float32 unless torch's matmul precision allows TF32. The same inputs give the same
+    bits, forward and backward. Differentiable once.
+
+    Raises:
+        ValueError: shapes, devices or head counts that do not fit, a head size over 256, a scale not finite.
+        TypeError: dtypes that differ or are not floating, a mask that is not boolean.
+
+    Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
+
+    >>> q, k, v = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8), torch.ones(1, 2, 3, 8)
+    >>> out, lse = attention(q, k, v, mask=masks.Causal(), return_lse=True)
+    >>> lse[0, 0]
+    tensor([0.0000, 0.6931, 1.0986])
+    """
+    query, key, value = _autocast(query, key, value)
+    checks.attention(query, key, value)
+    B, Hq, Sq, D = query.shape
+    scores = (B, Hq, Sq, key.shape[2])
+    spec = checks.mask(mask, scores, "query", query.device)
+    out, lse = _ops.attention(
+        query,
+        key,
+        value,
+        None if spec.keep is None else spec.keep.expand(scores),
+        D**-0.5 if scale is None else checks.number("scale", scale),
+        spec.lo,
+        spec.hi,
+        backend or "",
+    )
+    return (out, lse) if return_lse else out
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, floating tensors in its dtype, as torch does for its own attention."""
+    if not all(isinstance(t, Tensor) for t in tensors):
+        return tensors
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, by `attention`: a drop-in for boolean masks.
+
+    Args and semantics are torch's: `is_causal` is upper-left aligned and excludes `attn_mask`, leading dimensions
+    broadcast, and Hq may differ from Hkv only with `enable_gqa`.
+
+    Raises:
+        ValueError: a dropout_p other than 0, attn_mask together with is_causal, and what `attention` raises.
+        TypeError: a floating attn_mask: additive terms are not supported yet.
+
+    >>> q = k = v = torch.randn(2, 4, 3, 8)
+    >>> ours = scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+    True
+    """
+    raise NotImplementedError
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the results over each.
+
+    With w = sigmoid(lse_a - lse_b): out = w * out_a + (1 - w) * out_b, lse = logaddexp(lse_a, lse_b). Associative
+    and commutative up to rounding; (0, -inf) is the identity, and merging two of those gives it again.
+
+    Args:
+        out_a, out_b: (..., Dv), of one shape and dtype, as `attention` returns them.
+        lse_a, lse_b: (...), natural logs.
+
+    Differentiable in all four, as often as wanted.
+
+    Raises:
+        ValueError: shapes or devices that differ.
+        TypeError: arguments that are not floating tensors.
+
+    >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> parts = [attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(0, 4), slice(4, 6))]
+    >>> out, lse = merge(*parts[0], *parts[1])
+    >>> torch.allclose(out, attention(q, k, v), atol=1e-6)
+    True
+    """
+    checks.partial_results(out_a, lse_a, out_b, lse_b)
+    return reference.merge(out_a, lse_a, out_b, lse_b)
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, *, mask: MaskLike = None, backend: str | None = None) -> dispatch.Explanation:
+    """Which backend would run this `attention`, and why not the others. Arguments and errors as there.
+
+    >>> print(explain(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), backend="reference"))
+    reference runs this
+    triton does not: reference was asked for
+    """
+    query, key, value = _autocast(query, key, value)
+    checks.attention(query, key, value)
+    checks.mask(mask, (*query.shape[:3], key.shape[2]), "query", query.device)
+    return dispatch.explain(dispatch.Problem("attention", query.device, query.dtype), backend)

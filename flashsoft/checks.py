@@ -1,0 +1,183 @@
+"""Every rule an argument must obey, and the sentence that says so when it does not.
+
+No rule reads a value on the device, except the content checks that FLASHSOFT_CHECK=1 turns on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import env, masks
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def tensor(name: str, value: Any, ndim: int | None = None, layout: str = "") -> None:
+    """`value` is a floating tensor, of `ndim` dimensions laid out as `layout` if that is given."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
+    if ndim is not None and value.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {tuple(value.shape)}")
+
+
+def dimension(x: Tensor, dim: Any) -> int:
+    """`dim` counted from the front."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dimension, got a scalar tensor")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be in [{-x.ndim}, {x.ndim - 1}] for x of shape {tuple(x.shape)}, got {dim}")
+    return dim % x.ndim
+
+
+def output_dtype(dtype: Any) -> None:
+    """`dtype` is None or one that results can have."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
+
+
+def on_device(name: str, value: Tensor, other: str, device: torch.device) -> None:
+    """`value` lies on `device`, that of argument `other`."""
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device}, the device of {other}, got {value.device}")
+
+
+def broadcastable(name: str, value: Tensor, shape: Sequence[int], what: str) -> None:
+    """`value` can be expanded to `shape`."""
+    sizes = list(value.shape)
+    fits = len(sizes) <= len(shape) and all(
+        size == 1 or size == full for size, full in zip(reversed(sizes), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {what} {tuple(shape)}, got shape {tuple(sizes)}")
+
+
+def mask(value: Any, shape: Sequence[int], other: str, device: torch.device) -> masks.MaskSpec:
+    """A mask for scores of `shape`, resolved. Integer and float masks are refused: what is added is a bias."""
+    if value is not None and not isinstance(value, masks.Mask | Tensor):
+        raise TypeError(f"mask must be a boolean tensor or a mask such as Causal(), got {type(value).__name__}")
+    for term in masks.terms(value):
+        if isinstance(term, Tensor):
+            if term.dtype != torch.bool:
+                raise TypeError(f"mask must be boolean (True = takes part), got {term.dtype}")
+            on_device("mask", term, other, device)
+            broadcastable("mask", term, shape, "the scores")
+        elif len(shape) < 2:
+            raise ValueError(f"mask {term!r} needs scores (..., Sq, Sk), got shape {tuple(shape)}")
+    return masks.resolve(value, *shape[-2:]) if len(shape) > 1 else masks.MaskSpec(keep=value)
+
+
+def number(name: str, value: Any, *, positive: bool = False) -> float:
+    """A finite number, above 0 if so asked."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"{name} must be finite{' and > 0' if positive else ''}, got {value}")
+    return float(value)
+
+
+def size(name: str, value: Any, least: int = 1) -> int:
+    """An integer that is at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
+    return value
+
+
+def per_row(name: str, value: Tensor, x: Tensor, dim: int) -> Tensor:
+    """A tensor of one entry a row of x as a view of x.ndim dimensions, of size 1 along `dim`.
+
+    It may have x's dimensions with size 1 at `dim`, or lack that dimension.
+    """
+    on_device(name, value, "x", x.device)
+    rows = [size for axis, size in enumerate(x.shape) if axis != dim]
+    keepdim = [*rows[:dim], 1, *rows[dim:]]
+    if value.ndim == x.ndim:
+        broadcastable(name, value, keepdim, "the rows of x,")
+        return value
+    broadcastable(name, value, rows, "the rows of x,")
+    return value.reshape((1,) * (len(rows) - value.ndim) + value.shape).unsqueeze(dim)
+
+
+def temperature(value: Any, x: Tensor, dim: int) -> float | Tensor:
+    """A number > 0, or one a row."""
+    if not isinstance(value, Tensor):
+        return number("temperature", value, positive=True)
+    tensor("temperature", value)
+    if env.CHECK and not bool((value > 0).all()):
+        raise ValueError("temperature must be > 0 in every row, got an entry that is not")
+    return per_row("temperature", value, x, dim)
+
+
+def top_k(value: Any, x: Tensor, dim: int) -> int | Tensor | None:
+    """None, an integer >= 1, or one a row; an integer of the row's length and more chooses nothing: None."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"top_k must be an int, or an int32 or int64 tensor, got {value.dtype}")
+        if env.CHECK and not bool((value >= 1).all()):
+            raise ValueError("top_k must be >= 1 in every row, got an entry that is not")
+        return per_row("top_k", value, x, dim)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"top_k must be an int, or an int32 or int64 tensor, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"top_k must be >= 1, got {value}")
+    return None if value >= x.shape[dim] else value
+
+
+def bias(value: Any, shape: Sequence[int], other: str, device: torch.device) -> None:
+    """None or a floating tensor that broadcasts to the scores."""
+    if value is None:
+        return
+    tensor("bias", value)
+    on_device("bias", value, other, device)
+    broadcastable("bias", value, shape, "the scores")
+
+
+def attention(query: Any, key: Any, value: Any) -> None:
+    """query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv) fit together."""
+    tensor("query", query, 4, "(B, Hq, Sq, D)")
+    for name, other, layout in (("key", key, "(B, Hkv, Sk, D)"), ("value", value, "(B, Hkv, Sk, Dv)")):
+        tensor(name, other, 4, layout)
+        on_device(name, other, "query", query.device)
+        if other.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {other.dtype}")
+        if other.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got shape {tuple(other.shape)}")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"value must have key's heads and length {tuple(key.shape[1:3])}, got shape {tuple(value.shape)}"
+        )
+    D, Hq, Hkv = query.shape[3], query.shape[1], key.shape[1]
+    if key.shape[3] != D:
+        raise ValueError(f"key must have query's head size {D}, got shape {tuple(key.shape)}")
+    for name, size in (("query", D), ("value", value.shape[3])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} must have a head size (last dimension) of 1 to {MAX_HEAD_DIM}, got {size}")
+    if Hkv == 0 or Hq % Hkv != 0:
+        raise ValueError(f"query must have a multiple of key's {Hkv} heads, got {Hq} (shape {tuple(query.shape)})")
+
+
+def partial_results(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
+    """Two pairs of out (..., Dv) and lse (...) of the same shape."""
+    for name, value in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        tensor(name, value)
+        on_device(name, value, "out_a", out_a.device)
+    if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
+        raise ValueError(
+            f"out_b must be like out_a, {tuple(out_a.shape)} of {out_a.dtype}, got {tuple(out_b.shape)} of {out_b.dtype}"
+        )
+    for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if value.shape != out_a.shape[:-1]:
+            raise ValueError(f"{name} must have out_a's shape without the last dimension, got {tuple(value.shape)}")

@@ -1,0 +1,138 @@
+"""Which backend runs a problem: one ordered list, and for each entry a pure function that says why not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from . import env
+from .errors import BackendUnavailableError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a backend must know of a call to say whether it can run it."""
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Target:
+    """Facts of the machine a problem would run on."""
+
+    device_type: str
+    capability: tuple[int, int] | None
+    has_triton: bool
+    interpreted: bool
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A module with the functions of `reference`, loaded when first chosen."""
+
+    name: str
+    module: str
+    why_not: Callable[[Problem, Target], str | None]
+    fallback: bool = False  # on an accelerator it runs only what is asked of it by name
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module, __package__)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend would run (None: none can), and the others with their reasons."""
+
+    backend: str | None
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend or 'no backend'} runs this"]
+        return "\n".join(lines + [f"{name} does not: {reason}" for name, reason in self.reasons.items()])
+
+
+def _triton_why_not(problem: Problem, target: Target) -> str | None:
+    if not target.has_triton:
+        return "triton is not installed (on Windows: pip install triton-windows)"
+    if problem.dtype == torch.float64:
+        return "its kernels accumulate in float32 and take float32, float16 and bfloat16, not float64"
+    if target.device_type == "cpu" and not target.interpreted:
+        return "its kernels need a GPU, the tensors are on the cpu (TRITON_INTERPRET=1 interprets them there, slowly)"
+    if target.device_type not in ("cpu", "cuda"):
+        return f"its kernels run on cuda (and ROCm) devices, the tensors are on {target.device_type}"
+    if target.capability is not None and torch.version.hip is None and target.capability < (8, 0):
+        return f"its kernels need compute capability 8.0, this device has {target.capability[0]}.{target.capability[1]}"
+    return None
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("triton", ".kernels", _triton_why_not),
+    Backend("reference", ".reference", lambda problem, target: None, fallback=True),
+)
+
+
+@functools.cache
+def target_of(device: torch.device) -> Target:
+    """The facts of `device`."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    interpreted = has_triton and bool(importlib.import_module("triton").knobs.runtime.interpret)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return Target(device.type, capability, has_triton, interpreted)
+
+
+def explain(problem: Problem, requested: str | None = None) -> Explanation:
+    """The choice for a problem on this machine; `requested` as in `choose`."""
+    return explain_on(problem, target_of(problem.device), requested or env.BACKEND)
+
+
+def explain_on(problem: Problem, target: Target, requested: str | None = None) -> Explanation:
+    """The choice for a problem on `target`, with the reasons of every backend that was passed over."""
+    names = [backend.name for backend in BACKENDS]
+    if requested is not None and requested not in names:
+        raise ValueError(f"backend must be one of {', '.join(names)}, got {requested!r}")
+    reasons: dict[str, str] = {}
+    chosen: str | None = None
+    for backend in BACKENDS:
+        reason = _passed_over(backend, problem, target, requested)
+        if reason is not None:
+            reasons[backend.name] = reason
+        elif chosen is None:
+            chosen = backend.name
+        else:
+            reasons[backend.name] = f"{chosen} comes first"
+    return Explanation(chosen, reasons)
+
+
+def choose(problem: Problem, requested: str | None = None) -> ModuleType:
+    """The module that runs `problem`: the backend asked for by name, or the first without a reason against it."""
+    return _choose(problem, requested or env.BACKEND)
+
+
+@functools.cache
+def _choose(problem: Problem, requested: str | None) -> ModuleType:
+    explanation = explain_on(problem, target_of(problem.device), requested)
+    if explanation.backend is None:
+        why = "; ".join(
+            f"{name}: {reason}" for name, reason in explanation.reasons.items() if requested in (None, name)
+        )
+        raise BackendUnavailableError(f"{problem.op} cannot run on {problem.device}: {why}")
+    env.logger.info("%s runs on %s", problem, explanation.backend)
+    return next(backend for backend in BACKENDS if backend.name == explanation.backend).load()
+
+
+def _passed_over(backend: Backend, problem: Problem, target: Target, requested: str | None) -> str | None:
+    if requested is not None and backend.name != requested:
+        return f"{requested} was asked for"
+    reason = backend.why_not(problem, target)
+    accelerated = target.device_type == "cuda" and problem.dtype != torch.float64
+    if reason is None and backend.fallback and accelerated and requested is None:
+        return f'on {target.device_type} it runs only when asked for by name, backend="{backend.name}"'
+    return reason

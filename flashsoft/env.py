@@ -1,0 +1,21 @@
+"""The only reader of `os.environ`, and the package's logger.
+
+Variables are read once, at import:
+
+- `FLASHSOFT_BACKEND`: name of the backend every call runs on (`triton`, `reference`); unset = chosen per call.
+- `FLASHSOFT_CHECK`: `1` also checks the contents of tensors (temperatures, top-k counts); each check waits
+  for the device.
+- `FLASHSOFT_LOG`: a level of `logging` (`INFO` tells which backend was chosen, once a kind of problem).
+"""
+
+import logging
+import os
+
+BACKEND: str | None = os.environ.get("FLASHSOFT_BACKEND") or None
+CHECK: bool = os.environ.get("FLASHSOFT_CHECK", "0") not in ("", "0")
+
+logger = logging.getLogger("flashsoft")
+logger.addHandler(logging.NullHandler())
+if os.environ.get("FLASHSOFT_LOG"):
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(os.environ["FLASHSOFT_LOG"].upper())
