@@ -1,0 +1,201 @@
+"""Attention forward in portable Triton.
+
+One program owns BLOCK_M queries of one head and walks over the key tiles they can see. Scores, weights and the state
+(m, s) stay on chip; the output is rescaled by alpha as m grows and divided by s once, at the end.
+
+Per tile of BLOCK_N keys: 2 * BLOCK_M * BLOCK_N * (D + Dv) flops on the matrix units, BLOCK_M * BLOCK_N exponentials,
+and BLOCK_N * (D + Dv) elements read, from L2 after the first program of a head. In all: 2 * Sq * Sk * (D + Dv) flops
+a head (half under a causal mask); query, key, value read and out, lse written.
+
+Invariant: after each tile, acc = sum_j exp(scale * (x_j - m)) * v_j and s the same sum without v_j.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import reference
+from ..tuning.attention import forward_config, input_precision, padded
+from .masking import runs, seen, visible
+from .softmax import finish, update
+from .tiles import head_pointer, load_tile, on_device, store_tile
+
+
+@triton.jit
+def _attend(
+    m,
+    s,
+    acc,
+    q,
+    k_head,
+    k_strides,
+    v_head,
+    v_strides,
+    keep_head,
+    keep_strides,
+    row0,
+    start,
+    end,
+    Sq,
+    Sk,
+    scale,
+    lo,
+    hi,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Takes the key tiles of [start, end) into the state; EDGE tiles are masked."""
+    for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        columns = column0 + tl.arange(0, BLOCK_N)
+        loadable = None
+        if EDGE:
+            loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, Sq) - 1, Sk, lo, hi)
+        k = load_tile(k_head, k_strides, columns, loadable, D, BLOCK_D)
+        x = tl.dot(q, k.T, input_precision=PRECISION)
+        v = load_tile(v_head, v_strides, columns, loadable, DV, BLOCK_DV)
+        if EDGE:
+            rows = row0 + tl.arange(0, BLOCK_M)
+            taken = visible(rows[:, None], columns[None, :], Sq, Sk, lo, hi, keep_head, keep_strides)
+            x = tl.where(taken, x, float("-inf"))
+            if keep_head is not None:
+                v = tl.where((tl.max(taken.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+        m, s, alpha, p = update(m, s, x, scale, FOLD=True)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m, s, acc
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group"])
+def attention_forward_kernel(
+    query,
+    key,
+    value,
+    keep,
+    out,
+    lse,
+    q_strides,
+    k_strides,
+    v_strides,
+    keep_strides,
+    out_strides,
+    Sq,
+    Sk,
+    lo,
+    hi,
+    Hq,
+    group,
+    scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr,
+    NEGATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`scale` > 0; NEGATE flips the sign of the scores (through q, exactly), so that a maximum stays one."""
+    tiles = tl.cdiv(Sq, BLOCK_M)
+    pid = tl.program_id(0)
+    # the last rows see most under a causal mask: they start first, and the tiles of a head run side by side
+    row0 = (tiles - 1 - pid % tiles) * BLOCK_M
+    bh = pid // tiles
+    b = bh // Hq
+    h = bh % Hq
+    k_head = head_pointer(key, k_strides, b, h // group)
+    v_head = head_pointer(value, v_strides, b, h // group)
+    keep_head = keep
+    if keep is not None:
+        keep_head = head_pointer(keep, keep_strides, b, h)
+    rows = row0 + tl.arange(0, BLOCK_M)
+    q = load_tile(head_pointer(query, q_strides, b, h), q_strides, rows, rows < Sq, D, BLOCK_D)
+    if NEGATE:
+        q = -q
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    s = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    last = tl.minimum(row0 + BLOCK_M, Sq) - 1
+    start, inside, edge, end = runs(
+        row0, last, Sk, lo, hi, BLOCK_N, ALL_EDGES=keep is not None, TAIL_IS_EDGE=True
+    )
+    if lo is not None:
+        m, s, acc = _attend(
+            m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start, inside,
+            Sq, Sk, scale, lo, hi, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+        )  # fmt: skip
+    if keep is None:
+        m, s, acc = _attend(
+            m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, inside, edge,
+            Sq, Sk, scale, lo, hi, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+        )  # fmt: skip
+    m, s, acc = _attend(
+        m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, edge, end,
+        Sq, Sk, scale, lo, hi, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+    )  # fmt: skip
+    inverse, row_lse = finish(m, s, scale)
+    store_tile(head_pointer(out, out_strides, b, h), out_strides, rows, rows < Sq, acc * inverse[:, None], DV, BLOCK_DV)
+    tl.store(lse + bh.to(tl.int64) * Sq + rows, row_lse, mask=rows < Sq)
+
+
+def positive_scale(scale: float) -> float:
+    """|scale| for a kernel: the smallest normal number stands for 0, since 0 * -inf of a masked score is NaN."""
+    return max(abs(scale), torch.finfo(torch.float32).tiny)
+
+
+def attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor | None,
+    scale: float,
+    lo: int | None,
+    hi: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
+    B, Hq, Sq, D = query.shape
+    Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
+    out = reference.empty_output(query, Dv)
+    lse = query.new_empty(B, Hq, Sq, dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+    config = forward_config(query, Dv, edges=lo is not None or hi is not None)
+    keep = None if keep is None else keep.view(torch.uint8)
+    with on_device(query):
+        attention_forward_kernel[(triton.cdiv(Sq, config.block_m) * B * Hq,)](
+            query,
+            key,
+            value,
+            keep,
+            out,
+            lse,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            None if keep is None else keep.stride(),
+            out.stride(),
+            Sq,
+            Sk,
+            lo,
+            hi,
+            Hq,
+            Hq // Hkv,
+            positive_scale(scale),
+            D=D,
+            DV=Dv,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_D=padded(D),
+            BLOCK_DV=padded(Dv),
+            STAGES=config.num_stages,
+            NEGATE=scale < 0,
+            PRECISION=input_precision(query.dtype),
+            num_warps=config.num_warps,
+        )
+    return out, lse

@@ -1,0 +1,85 @@
+"""The primitive: the state (m, s) of a softmax row, one tile at a time.
+
+For the scores x_j seen so far, times a positive `scale`, a row's state is
+
+    m = max_j x_j            s = sum_j exp(scale * (x_j - m))
+
+with m in the units of x. States form a commutative monoid under `merge`: identity (-inf, 0), associative and
+commutative up to rounding. So a row may be cut anywhere and its parts be taken in any order: tiles in a loop,
+splits over programs, ranks of a group. `update` is the merge with the state of a fresh tile, and also returns
+what a weighted sum over the row needs: acc <- acc * alpha + p @ v. `finish` ends a row.
+
+Not finite: a row without mass (all -inf, or wholly masked) stays (-inf, 0) and finishes as (0, -inf). +inf makes
+s infinite and finishes as (NaN, +inf); NaN goes through s, so that hardware maxima which drop NaN do no harm.
+
+Everything is fp32 and base 2: exp(a) is exp2(a * log2(e)), one MUFU instruction. `FOLD` spells the exponent
+x * c - m * c, one FMA a score, for the inner loop of attention: m * c is rounded, a shift of the whole row that
+p / s cancels. Without it the exponent is (x - m) * c, exact in x - m, which log_softmax shows to its caller.
+
+Method: M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def pivot(m):
+    """What is subtracted for a maximum m: m itself, or 0 where inf - inf would turn a whole row into NaN."""
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
+
+
+@triton.jit
+def exponential(x, at, scale, FOLD: tl.constexpr = False):
+    """exp(scale * (x - at)) for a pivot `at` that broadcasts against x."""
+    if FOLD:
+        return tl.exp2(x * (scale * LOG2E) - at * (scale * LOG2E))
+    else:
+        return tl.exp2((x - at) * (scale * LOG2E))
+
+
+@triton.jit
+def update(m, s, x, scale=1.0, FOLD: tl.constexpr = False):
+    """Takes a tile x (rows, columns) into the state m, s (rows,).
+
+    Returns m, s, alpha, p: the new state, the factor (rows,) of everything summed before, and the tile's weights
+    (rows, columns) relative to the new m.
+    """
+    m_new = tl.maximum(m, tl.max(x, 1))
+    at = pivot(m_new)
+    alpha = exponential(m, at, scale, FOLD)
+    p = exponential(x, at[:, None], scale, FOLD)
+    return m_new, s * alpha + tl.sum(p, 1), alpha, p
+
+
+@triton.jit
+def merge(m_a, s_a, m_b, s_b, scale=1.0):
+    """The state of two disjoint parts of a row, and the factors of what was summed over each part."""
+    m = tl.maximum(m_a, m_b)
+    at = pivot(m)
+    scale_a = exponential(m_a, at, scale)
+    scale_b = exponential(m_b, at, scale)
+    return m, s_a * scale_a + s_b * scale_b, scale_a, scale_b
+
+
+@triton.jit
+def settle(lse):
+    """A finished row's lse as `weights` takes it: in base 2, and +inf for a row without mass."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def weights(x, settled, scale=1.0):
+    """exp(scale * x - lse), the weights of a finished row again, for a `settled` lse that broadcasts against x."""
+    return tl.exp2(x * (scale * LOG2E) - settled)
+
+
+@triton.jit
+def finish(m, s, scale=1.0):
+    """1 / s (0 for a row without mass, NaN for one with +inf in it) and the natural lse = scale * m + ln(s)."""
+    inverse = tl.where(s == 0.0, 0.0, tl.where(s == float("inf"), float("nan"), 1.0 / s))
+    lse = tl.where(s == 0.0, float("-inf"), pivot(m) * scale + tl.log2(s) * LN2)
+    return inverse, lse
