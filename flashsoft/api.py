@@ -269,21 +269,59 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, by `attention`: a drop-in for boolean masks.
+    """`torch.nn.functional.scaled_dot_product_attention`, by `attention`: a drop-in without dropout and bias.
 
-    Args and semantics are torch's: `is_causal` is upper-left aligned and excludes `attn_mask`, leading dimensions
-    broadcast, and Hq may differ from Hkv only with `enable_gqa`.
+    query (..., Hq, L, E), key (..., H, S, E), value (..., H, S, Ev) and what the arguments mean are torch's: leading
+    dimensions broadcast, `is_causal` is upper-left aligned and excludes `attn_mask`, Hq may differ from H (a
+    multiple) only with `enable_gqa`, and a row that sees nothing is 0.
 
     Raises:
-        ValueError: a dropout_p other than 0, attn_mask together with is_causal, and what `attention` raises.
-        TypeError: a floating attn_mask: additive terms are not supported yet.
+        ValueError: a dropout_p other than 0, attn_mask beside is_causal, shapes that do not fit.
+        TypeError: an attn_mask that is not boolean: additive masks are not supported yet.
 
     >>> q = k = v = torch.randn(2, 4, 3, 8)
     >>> ours = scaled_dot_product_attention(q, k, v, is_causal=True)
     >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
     True
     """
-    raise NotImplementedError
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        checks.tensor(name, x)
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 dimensions (..., L, E), got shape {tuple(x.shape)}")
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0, dropout is not supported yet, got {dropout_p}")
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask must be None with is_causal=True, got both")
+    if attn_mask is not None and (not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool):
+        got = attn_mask.dtype if isinstance(attn_mask, Tensor) else type(attn_mask).__name__
+        raise TypeError(f"attn_mask must be a boolean tensor, additive masks are not supported yet, got {got}")
+    if not enable_gqa and query.ndim > 2 and key.ndim > 2 and query.shape[-3] != key.shape[-3]:
+        if query.shape[-3] != 1 and key.shape[-3] != 1:
+            raise ValueError(
+                f"query must have key's {key.shape[-3]} heads without enable_gqa, got {query.shape[-3]}"
+            )
+    mask = masks.Causal("upper_left") if is_causal else attn_mask
+    if query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        if enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]:
+            return attention(query, key, value, mask=mask, scale=scale)
+    # heads broadcast with the other leading dimensions, except that grouped ones stand apart
+    apart = 3 if enable_gqa else 2
+    leads = [x.shape[:-apart] for x in (query, key, value)]
+    try:
+        lead = torch.broadcast_shapes(*leads)
+    except RuntimeError:
+        shown = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(f"query, key and value must have leading dimensions that broadcast, got {shown}") from None
+    rows = [x.expand(*lead, *x.shape[-apart:]) for x in (query, key, value)]
+    rows = [x if x.ndim > 2 else x.unsqueeze(0) for x in rows]
+    heads = rows[0].shape[:-2]
+    if isinstance(mask, Tensor):
+        scores = (*lead, *query.shape[-apart:-1], key.shape[-2])
+        checks.broadcastable("attn_mask", mask, scores, "the scores")
+        mask = mask.expand(scores).reshape(-1, heads[-1], *scores[-2:])
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in rows)
+    out = attention(q, k, v, mask=mask, scale=scale)
+    return out.reshape(*lead, *query.shape[-apart:-1], value.shape[-1])
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

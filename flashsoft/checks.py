@@ -80,7 +80,8 @@ def number(name: str, value: Any, *, positive: bool = False) -> float:
     """A finite number, above 0 if so asked."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value) or (positive and value <= 0):
+    # not math.isfinite, which torch.compile(dynamic=True) cannot trace on a symbolic float
+    if not -math.inf < value < math.inf or (positive and value <= 0):
         raise ValueError(f"{name} must be finite{' and > 0' if positive else ''}, got {value}")
     return float(value)
 

@@ -207,9 +207,10 @@ def fused_softmax_backward(
 
 
 def _inverse_temperature(temperature: float | Tensor) -> float | Tensor:
-    """1 / T, kept finite: (x - m) / T must stay 0 at the maximum however small T is."""
+    """1 / T, kept finite: (x - m) / T must stay 0 at the maximum however small T is. NaN for T < 0."""
     if isinstance(temperature, Tensor):
-        return (1.0 / temperature.to(wide(temperature.dtype))).clamp(max=1e38)
+        T = temperature.to(wide(temperature.dtype))
+        return (1.0 / T.abs()).clamp(max=1e38).masked_fill(T < 0.0, float("nan"))
     return min(1.0 / temperature, 1e38)
 
 

@@ -380,7 +380,7 @@ def attention_backward(
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if lse.numel() == 0 or Sk == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    config = backward_config(query, Dv, edges=lo is not None or hi is not None)
+    config = backward_config(query, Dv)
     # one padded length serves all three kernels: no config owns more than 128 queries
     padded_Sq = triton.cdiv(Sq, 128) * 128
     settled, delta = lse.new_empty(2, B * Hq, padded_Sq)

@@ -165,7 +165,7 @@ def attention_forward(
     lse = query.new_empty(B, Hq, Sq, dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    config = forward_config(query, Dv, edges=lo is not None or hi is not None)
+    config = forward_config(query, Dv)
     keep = None if keep is None else keep.view(torch.uint8)
     with on_device(query):
         attention_forward_kernel[(triton.cdiv(Sq, config.block_m) * B * Hq,)](

@@ -1,0 +1,31 @@
+"""The Triton backend: the functions of `reference`, as kernels."""
+
+from triton import knobs as _knobs
+
+if _knobs.runtime.interpret:
+    from . import interpreter  # noqa: F401  (before any kernel is launched)
+
+from .backward import attention_backward
+from .forward import attention_forward
+from .logits import fused_softmax_backward, fused_softmax_forward
+from .rows import (
+    log_softmax_backward,
+    log_softmax_forward,
+    logsumexp_backward,
+    logsumexp_forward,
+    softmax_backward,
+    softmax_forward,
+)
+
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "fused_softmax_backward",
+    "fused_softmax_forward",
+    "log_softmax_backward",
+    "log_softmax_forward",
+    "logsumexp_backward",
+    "logsumexp_forward",
+    "softmax_backward",
+    "softmax_forward",
+]

@@ -1,0 +1,181 @@
+"""Tiles of the portable attention kernels: what they are, what is legal, and which one a problem gets.
+
+A ladder lists tiles from the fastest down to the smallest; a problem gets the first that fits the shared memory of
+its device. The 16-bit ladders for Hopper were measured on an H200 (torch 2.11, triton 3.6, 2026-11-30; bf16, B * S =
+16,384, S = 4,096, causal and not) among four to eight tiles each. All others were chosen by the compiler's word, the
+largest tiles that do not spill on sm_80, and no device has timed them. Sequence lengths play no part, so that no
+length compiles or tunes anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Queries (block_m) and keys (block_n) of a tile, warps of a program, stages of the pipeline of loads."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One tile each for the kernel that owns keys and the one that owns queries, and rows of the one before both."""
+
+    keys: TileConfig
+    queries: TileConfig
+    prepare_rows: int
+
+
+Ladder = tuple[TileConfig, ...]
+
+
+@dataclass(frozen=True)
+class Ladders:
+    """A ladder for each kernel."""
+
+    forward: Ladder
+    keys: Ladder
+    queries: Ladder
+
+
+# (bytes an element, width of a head: the larger of its padded key and value sizes) -> ladders
+HOPPER: dict[tuple[int, int], Ladders] = {
+    (2, 64): Ladders(
+        forward=(TileConfig(128, 64, 8, 3),),
+        keys=(TileConfig(64, 64, 4, 3),),
+        queries=(TileConfig(128, 64, 8, 3),),
+    ),
+    (2, 128): Ladders(
+        forward=(TileConfig(128, 64, 8, 3),),
+        keys=(TileConfig(64, 128, 8, 3),),
+        queries=(TileConfig(128, 64, 8, 3),),
+    ),
+    (2, 256): Ladders(
+        forward=(TileConfig(128, 64, 8, 2),),
+        keys=(TileConfig(64, 64, 8, 1),),
+        queries=(TileConfig(128, 32, 8, 2),),
+    ),
+}
+PORTABLE: dict[tuple[int, int], Ladders] = {
+    (2, 64): Ladders(
+        forward=(TileConfig(64, 64, 4, 2),),
+        keys=(TileConfig(32, 32, 4, 2),),
+        queries=(TileConfig(64, 32, 4, 2),),
+    ),
+    (2, 128): Ladders(
+        forward=(TileConfig(64, 32, 4, 2),),
+        keys=(TileConfig(64, 32, 8, 1), TileConfig(32, 32, 8, 1)),
+        queries=(TileConfig(64, 32, 4, 2), TileConfig(32, 32, 4, 1)),
+    ),
+    (2, 256): Ladders(
+        forward=(TileConfig(64, 32, 8, 1), TileConfig(32, 16, 4, 1)),
+        keys=(TileConfig(64, 32, 8, 1), TileConfig(32, 32, 8, 1), TileConfig(16, 16, 4, 1)),
+        queries=(TileConfig(32, 32, 8, 1), TileConfig(32, 16, 4, 1)),
+    ),
+    (4, 64): Ladders(
+        forward=(TileConfig(32, 32, 8, 1),),
+        keys=(TileConfig(32, 32, 8, 1),),
+        queries=(TileConfig(32, 16, 4, 1),),
+    ),
+    (4, 128): Ladders(
+        forward=(TileConfig(32, 32, 8, 1),),
+        keys=(TileConfig(32, 32, 8, 1), TileConfig(16, 16, 4, 1)),
+        queries=(TileConfig(32, 16, 8, 1),),
+    ),
+    (4, 256): Ladders(
+        forward=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 4, 1)),
+        keys=(TileConfig(16, 16, 4, 1),),
+        queries=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 8, 1)),
+    ),
+}
+PREPARE_ROWS = 32
+
+# The interpreter's time goes by tiles, not by their size, but tests want several of them in short sequences.
+INTERPRETED = TileConfig(32, 32, 4, 1)
+
+SCRATCH = 2048  # bytes of shared memory left for reductions and per-row statistics
+
+
+def padded(head_dim: int) -> int:
+    """A head's columns in a tile: the next power of two, at least the 16 that a matrix instruction takes."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """float32 products in full, unless torch is allowed TF32 for its own."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee"
+
+
+def legal(tile: TileConfig, owned: int, streamed: int, row_bytes: int, limit: int) -> bool:
+    """Whether a program that keeps `owned` rows on chip and streams `streamed` rows a stage fits shared memory.
+
+    `row_bytes`: of a row of a key (or query) and a value (or dout) together; `limit`: bytes a program may have.
+    """
+    sizes = (tile.block_m, tile.block_n)
+    return (
+        all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+        and (owned + tile.num_stages * streamed) * row_bytes + SCRATCH <= limit
+    )
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice asks of a device."""
+
+    hopper: bool
+    shared_memory: int
+
+
+@functools.cache
+def device(index: int) -> Device:
+    """The facts of GPU `index`, from Triton's driver."""
+    driver = triton.runtime.driver.active
+    target = driver.get_current_target()
+    limit = int(driver.utils.get_device_properties(index)["max_shared_mem"])
+    return Device(target.backend == "cuda" and target.arch // 10 == 9, limit)
+
+
+def forward_config(query: torch.Tensor, Dv: int) -> TileConfig:
+    """The tile of the forward kernel."""
+    if triton.knobs.runtime.interpret:
+        return INTERPRETED
+    return _choose(query.shape[3], Dv, query.itemsize, device(query.device.index or 0))[0]
+
+
+def backward_config(query: torch.Tensor, Dv: int) -> BackwardConfig:
+    """The tiles of the backward kernels."""
+    if triton.knobs.runtime.interpret:
+        return BackwardConfig(INTERPRETED, INTERPRETED, PREPARE_ROWS)
+    return _choose(query.shape[3], Dv, query.itemsize, device(query.device.index or 0))[1]
+
+
+@functools.cache
+def _choose(D: int, Dv: int, itemsize: int, target: Device) -> tuple[TileConfig, BackwardConfig]:
+    key = (itemsize, max(64, padded(D), padded(Dv)))
+    row_bytes = (padded(D) + padded(Dv)) * itemsize
+    ladders = HOPPER[key] if target.hopper and key in HOPPER else PORTABLE[key]
+
+    def first(ladder: Ladder, owned: str, streamed: str, share: float = 1.0) -> TileConfig:
+        """The first rung that fits, or the last."""
+        for tile in ladder:
+            held = int(getattr(tile, owned) * share)
+            if legal(tile, held, getattr(tile, streamed), row_bytes, target.shared_memory):
+                return tile
+        return ladder[-1]
+
+    # the forward kernel keeps queries only: half of what a row of both takes
+    forward = first(ladders.forward, "block_m", "block_n", share=0.5)
+    keys = first(ladders.keys, "block_n", "block_m")
+    queries = first(ladders.queries, "block_m", "block_n")
+    return forward, BackwardConfig(keys, queries, PREPARE_ROWS)
