@@ -1,0 +1,279 @@
+"""The compile gate: the kernels that the public functions launch, built for GPUs that are not here.
+
+    python tests/gate.py 90 [part of a case's name]
+
+prints one JSON object a kernel: registers, spilled bytes, shared memory, matrix opcodes, seconds to compile.
+
+Public functions are called with CPU tensors through a driver that only says which GPU it would be, and every
+launch stops after compiling: so each kernel is built with the very specialisation of a launch. Run in a
+process of its own with TRITON_INTERPRET unset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Shared memory a program may have: CUDA programming guide, table of compute capabilities; CDNA 3 ISA, LDS.
+SHARED_LIMIT = {"80": 163 * 1024, "90": 227 * 1024, "100": 227 * 1024, "gfx942": 64 * 1024}
+
+# Bytes spilled (stores + loads; on AMD, registers) that are accepted: (arch, case, kernel) -> at most.
+ALLOWED_SPILLS: dict[tuple[str, str, str], int] = {}
+
+
+@dataclass
+class Kernel:
+    """What one compiled kernel costs."""
+
+    case: str
+    name: str
+    warps: int
+    shared: int
+    registers: int = 0
+    spilled: int = 0
+    opcodes: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+Call = Callable[[], None]
+
+# The whole table is built for the GPU that configs are measured on; elsewhere one case a config.
+MEASURED = "90"
+ELSEWHERE = re.compile(
+    r"attention-(fp16-d64v64-causal|bf16-d128v128-(causal|bool)|bf16-d256v256-causal|fp32-.*)$"
+    r"|softmax-(fp32-(100|32768)|bf16-(4096|128256))$|logsumexp-(fp32-200000|bf16-inner)$"
+    r"|fused-(bf16-(100|50000)-everything|fp32-4096-top_k|fp16-causal)$"
+)
+
+
+def attention(
+    dtype: torch.dtype, D: int, Dv: int, mask: str, *, dlse: bool = False, scale: float | None = None
+) -> Call:
+    def call() -> None:
+        import flashsoft
+
+        masks = {
+            "none": None,
+            "causal": flashsoft.Causal(),
+            "window": flashsoft.Window(127),
+            "bool": torch.ones(1, 1, 256, 512, dtype=torch.bool),
+        }
+        q, k, v = (
+            torch.empty(1, S, H, width, dtype=dtype).transpose(1, 2).requires_grad_()
+            for S, H, width in ((256, 4, D), (512, 2, D), (512, 2, Dv))
+        )
+        out, lse = flashsoft.attention(q, k, v, mask=masks[mask], scale=scale, return_lse=True)
+        torch.autograd.backward(
+            (out, lse) if dlse else (out,), (torch.empty_like(out), torch.empty_like(lse))[: 1 + dlse]
+        )
+
+    return call
+
+
+def rows(name: str, dtype: torch.dtype, *shape: int, dim: int = -1) -> Call:
+    def call() -> None:
+        import flashsoft
+
+        y: Tensor = getattr(flashsoft, name)(torch.empty(*shape, dtype=dtype, requires_grad=True), dim)
+        y.backward(torch.empty_like(y))
+
+    return call
+
+
+def logits(dtype: torch.dtype, *shape: int, **options: Any) -> Call:
+    def call() -> None:
+        import flashsoft
+
+        x = torch.empty(*shape, dtype=dtype, requires_grad=True)
+        y = flashsoft.fused_softmax(x, **{k: v() if callable(v) else v for k, v in options.items()})
+        y.backward(torch.empty_like(y))
+
+    return call
+
+
+def cases() -> dict[str, Call]:
+    """Every op, type, width class and mask for which a launcher chooses another config or kernel."""
+    table: dict[str, Call] = {}
+    types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    for name, D, Dv, mask in (
+        ("fp16", 64, 64, "none"),
+        ("fp16", 64, 64, "causal"),
+        ("bf16", 64, 64, "bool"),
+        ("bf16", 128, 128, "none"),
+        ("bf16", 128, 128, "causal"),
+        ("fp16", 128, 128, "window"),
+        ("bf16", 128, 128, "bool"),
+        ("bf16", 80, 80, "causal"),
+        ("fp16", 192, 128, "causal"),
+        ("bf16", 256, 256, "none"),
+        ("bf16", 256, 256, "causal"),
+        ("fp32", 64, 64, "causal"),
+        ("fp32", 128, 128, "none"),
+        ("fp32", 256, 256, "causal"),
+    ):
+        table[f"attention-{name}-d{D}v{Dv}-{mask}"] = attention(types[name], D, Dv, mask)
+    table["attention-bf16-d64v64-causal-dlse"] = attention(torch.bfloat16, 64, 64, "causal", dlse=True)
+    table["attention-bf16-d64v64-negative"] = attention(torch.bfloat16, 64, 64, "none", scale=-0.5)
+    for name in ("softmax", "log_softmax", "logsumexp"):
+        for dtype, widths in (
+            ("fp32", (100, 1024, 8192, 32_768, 200_000)),
+            ("bf16", (1000, 4096, 32_768, 128_256)),
+        ):
+            for n in widths:
+                table[f"{name}-{dtype}-{n}"] = rows(name, types[dtype], 64, n)
+        table[f"{name}-bf16-inner"] = rows(name, torch.bfloat16, 8, 256, 64, dim=1)
+    for n in (100, 1000, 4096, 50_000, 128_256):
+        table[f"fused-bf16-{n}"] = logits(torch.bfloat16, 64, n)
+        table[f"fused-fp32-{n}-top_k"] = logits(torch.float32, 64, n, top_k=50, temperature=0.7)
+        table[f"fused-bf16-{n}-everything"] = logits(
+            torch.bfloat16,
+            64,
+            n,
+            top_k=lambda: torch.full((64,), 50),
+            temperature=lambda: torch.ones(64, requires_grad=True),
+            mask=lambda n=n: torch.ones(64, n, dtype=torch.bool),
+            bias=lambda n=n: torch.zeros(n, requires_grad=True),
+        )
+    import flashsoft
+
+    table["fused-fp16-causal"] = logits(torch.float16, 4, 1024, 1024, mask=flashsoft.Causal())
+    return table
+
+
+class Driver:
+    """As much of a GPU as a launch asks about before it runs."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.utils = self  # where Triton's drivers keep what asks for properties
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_LIMIT[str(self.target.arch)]}
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def target_of(arch: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(arch), 32) if arch.isdigit() else GPUTarget("hip", arch, 64)
+
+
+@contextlib.contextmanager
+def compiling(arch: str) -> Iterator[list[tuple[Any, str, float]]]:
+    """Collects (compiled kernel, assembler's log, seconds) of every launch within."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from flashsoft import dispatch
+
+    built: list[tuple[Any, str, float]] = []
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        log = io.StringIO()
+        start = time.perf_counter()
+        with contextlib.redirect_stdout(log):
+            kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if all(kernel is not other for other, _, _ in built):
+            built.append((kernel, log.getvalue(), time.perf_counter() - start))
+        return kernel
+
+    capability = divmod(int(arch), 10) if arch.isdigit() else (9, 4)
+    before = dispatch.target_of
+    dispatch.target_of = lambda device: dispatch.Target(
+        "cuda", capability, has_triton=True, interpreted=False
+    )
+    dispatch._choose.cache_clear()
+    driver, active = triton.runtime.driver, triton.runtime.driver._active
+    JITFunction.run = run
+    driver.set_active(Driver(target_of(arch)))
+    try:
+        with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+            # the log of the very assembly that is shipped: a cached kernel has none
+            triton.knobs.nvidia.dump_ptxas_log = True
+            triton.knobs.compilation.always_compile = True
+            yield built
+    finally:
+        JITFunction.run = launch
+        driver._active = active
+        dispatch.target_of = before
+        dispatch._choose.cache_clear()
+
+
+def measure(case: str, kernel: Any, log: str) -> Kernel:
+    """Reads a kernel's costs from its assembly."""
+    report = Kernel(case, kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.shared)
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        counts = {
+            name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+            for name in ("vgpr_count", "vgpr_spill_count")
+        }
+        report.registers, report.spilled = counts["vgpr_count"], counts["vgpr_spill_count"]
+        report.opcodes = {"MFMA": len(re.findall(r"v_mfma", text))}
+        return report
+    report.registers = int(re.search(r"Used (\d+) registers", log)[1])
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
+    report.spilled = int(stores) + int(loads)
+    if case.startswith("attention"):
+        report.opcodes = opcodes(kernel.asm["cubin"])
+    return report
+
+
+def opcodes(cubin: bytes) -> dict[str, int]:
+    """How often each matrix opcode stands in the machine code."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run(
+            [knobs.nvidia.nvdisasm.path, path], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: len(re.findall(rf"\b{name}\b", text)) for name in ("HGMMA", "UTCHMMA", "HMMA")}
+    return {name: count for name, count in found.items() if count}
+
+
+def main(arch: str, only: str = "") -> None:
+    """Prints what the cases whose name holds `only` cost on one of SHARED_LIMIT's targets."""
+    seen: set[str] = set()
+    for case, call in cases().items():
+        if only not in case or (arch != MEASURED and not ELSEWHERE.match(case)):
+            continue
+        with compiling(arch) as built:
+            call()
+        for kernel, log, seconds in built:
+            if kernel.hash not in seen:  # the same specialisation came in an earlier case
+                seen.add(kernel.hash)
+                print(json.dumps(asdict(replace(measure(case, kernel, log), seconds=seconds))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,51 @@
+"""Every kernel builds for every GPU it is shipped for, fits, and does not spill: gate.py, a process a GPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import conftest
+import gate
+import pytest
+
+pytestmark = pytest.mark.skipif(not conftest.HAS_TRITON, reason="triton is not installed")
+ARCHS = tuple(gate.SHARED_LIMIT)
+
+
+@functools.cache
+def kernels(arch: str) -> list[gate.Kernel]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(gate.__file__).parents[1]
+    env["PYTHONPATH"] = os.pathsep.join([str(root), env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, gate.__file__, arch], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [gate.Kernel(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_fit_and_do_not_spill(arch: str) -> None:
+    built = kernels(arch)
+    names = {kernel.name for kernel in built}
+    assert {"attention_forward_kernel", "softmax_forward_kernel"} <= names
+    complaints = []
+    for kernel in built:
+        allowed = gate.ALLOWED_SPILLS.get((arch, kernel.case, kernel.name), 0)
+        if kernel.spilled > allowed:
+            complaints.append(f"{kernel.case}: {kernel.name} spills {kernel.spilled}, {allowed} allowed")
+        if kernel.shared > gate.SHARED_LIMIT[arch]:
+            complaints.append(f"{kernel.case}: {kernel.name} takes {kernel.shared} bytes of shared memory")
+    matrix = {"80": ("HMMA",), "90": ("HGMMA",), "100": ("UTCHMMA", "HMMA"), "gfx942": ("MFMA",)}[arch]
+    for kernel in built:
+        half = kernel.case.startswith(("attention-fp16", "attention-bf16"))
+        if half and "prepare" not in kernel.name and not any(kernel.opcodes.get(name) for name in matrix):
+            complaints.append(f"{kernel.case}: {kernel.name} has no {matrix[0]}: {kernel.opcodes}")
+    assert not complaints, "\n".join(complaints)
+    # what is allowed and no longer needed goes
+    by_name = {(arch, kernel.case, kernel.name): kernel.spilled for kernel in built}
+    stale = [entry for entry in gate.ALLOWED_SPILLS if entry[0] == arch and not by_name.get(entry)]
+    assert not stale, f"these spill no more: {stale}"

@@ -1,0 +1,44 @@
+"""Every example runs, on a CPU and in seconds, and is short enough to read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+# What must be among its lines: a result, not only a start.
+SAYS = {
+    "01_online_softmax": "merging it changes nothing: True",
+    "02_softmax_twins": "NumPy",
+    "03_fused_softmax": "d(sum p^2)/dT = -",
+    "04_attention": "[1, 32, 32]",
+    "05_transformer_block": "100%",
+    "06_generate": "cache has room for 200 tokens",
+}
+
+
+def test_examples_are_numbered_and_short() -> None:
+    assert [path.stem for path in EXAMPLES] == list(SAYS)
+    for path in EXAMPLES:
+        assert len(path.read_text().splitlines()) < 80, path.name
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(path.parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SAYS[path.stem] in done.stdout

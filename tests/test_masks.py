@@ -1,0 +1,125 @@
+"""Masks as values: what each keeps, how they combine, and the one form that kernels take."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import cases
+import oracle
+import pytest
+import torch
+
+from flashsoft import Causal, Window, masks, reference
+from flashsoft.masks import MaskSpec, resolve
+
+
+def dense(spec: MaskSpec, Sq: int, Sk: int) -> torch.Tensor:
+    """A spec built out from its own definition."""
+    keep = torch.ones(Sq, Sk, dtype=torch.bool)
+    for i, j in itertools.product(range(Sq), range(Sk)):
+        keep[i, j] = (spec.lo is None or j - i >= spec.lo) and (spec.hi is None or j - i <= spec.hi)
+    return keep if spec.keep is None else keep & spec.keep
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in cases.MASKS if name not in ("none", "bool_bhqk", "bool_b11k")]
+)
+@pytest.mark.parametrize("Sq, Sk", [(6, 6), (3, 9), (9, 3), (1, 5), (5, 1), (20, 21)])
+def test_every_mask_keeps_what_its_definition_says(name: str, Sq: int, Sk: int) -> None:
+    case = cases.AttentionCase(1, 1, 1, Sq, Sk, 1, 1)
+    mask = cases.MASKS[name]
+    want = mask.keep(case)
+    assert want is not None
+    spec = resolve(mask.given(case, torch.device("cpu")), Sq, Sk)
+    got = dense(spec, Sq, Sk)
+    assert torch.equal(*torch.broadcast_tensors(got, want.cpu()))
+
+
+@pytest.mark.parametrize("lo, hi", [(None, None), (-2, None), (None, 1), (-3, 2), (5, 3)])
+@pytest.mark.parametrize("i0, j0", [(0, 0), (4, 2), (1, 7)])
+def test_a_tile_of_the_reference_is_a_cut_of_the_band(
+    lo: int | None, hi: int | None, i0: int, j0: int
+) -> None:
+    whole = dense(MaskSpec(lo, hi), 12, 14)
+    tile = reference.band(5, 6, lo, hi, torch.device("cpu"), i0, j0)
+    assert torch.equal(tile, whole[i0 : i0 + 5, j0 : j0 + 6])
+
+
+def test_joining_is_the_intersection() -> None:
+    parts = [Causal(), Window(4, 2), Window(None, 3, "upper_left"), Causal(2), torch.rand(7, 9) > 0.4]
+    for a, b in itertools.permutations(parts, 2):
+        if isinstance(a, torch.Tensor):
+            continue
+        got = dense(resolve(a & b, 7, 9), 7, 9)
+        assert torch.equal(got, dense(resolve(a, 7, 9), 7, 9) & dense(resolve(b, 7, 9), 7, 9))
+
+
+def test_joining_is_associative_and_takes_tensors_on_either_side() -> None:
+    a, b, keep = Causal(), Window(2, 2), torch.rand(5, 8) > 0.4
+    want = dense(resolve(a, 5, 8), 5, 8) & dense(resolve(b, 5, 8), 5, 8) & keep
+    for mask in ((a & b) & keep, a & (b & keep), (keep & a) & b, a & keep & b, keep & keep & a & b):
+        assert torch.equal(dense(resolve(mask, 5, 8), 5, 8), want)
+    more = torch.rand(8) > 0.3
+    assert torch.equal(
+        dense(resolve(a & keep & more, 5, 8), 5, 8), dense(resolve(a, 5, 8), 5, 8) & keep & more
+    )
+
+
+def test_bands_resolve_to_two_integers_and_build_nothing() -> None:
+    spec = resolve(Causal() & Window(4095), 1_000_000, 2_000_000)
+    assert spec == MaskSpec(1_000_000 - 4095, 1_000_000, None)
+    assert resolve(None, 3, 4) == MaskSpec()
+    assert resolve(Window(None, None), 3, 4) == MaskSpec()
+
+
+def test_alignments() -> None:
+    assert resolve(Causal(), 3, 8).hi == 5
+    assert resolve(Causal(), 8, 3).hi == -5
+    assert resolve(Causal("upper_left"), 3, 8).hi == 0
+    assert resolve(Causal(-4), 3, 8).hi == -4
+    assert resolve(Window(2, 1, align=3), 3, 8)[:2] == (1, 4)
+
+
+def test_masks_are_frozen_values() -> None:
+    assert Causal() == Causal("lower_right") and Causal() != Causal("upper_left")
+    assert len({Window(3), Window(3), Window(3, 1)}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Causal().align = 3  # type: ignore[misc]
+    assert repr(Window(3)) == "Window(left=3, right=0, align='lower_right')"
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: Window(-1), ValueError, "left must be >= 0"),
+        (lambda: Window(1, -2), ValueError, "right must be >= 0"),
+        (lambda: Window(1.5), TypeError, "left must be an int"),  # type: ignore[arg-type]
+        (lambda: Window(True), TypeError, "left must be an int"),
+        (lambda: Window(1, "2"), TypeError, "right must be an int"),  # type: ignore[arg-type]
+        (lambda: Causal("left"), ValueError, "align must be"),
+        (lambda: Causal(1.5), ValueError, "align must be"),  # type: ignore[arg-type]
+        (lambda: Causal(True), ValueError, "align must be"),
+        (lambda: Window(1, 0, "upper"), ValueError, "align must be"),
+    ],
+)
+def test_what_cannot_be_a_mask(make: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()  # type: ignore[operator]
+
+
+def test_joining_with_something_else_is_a_type_error() -> None:
+    with pytest.raises(TypeError):
+        Causal() & 3  # type: ignore[operator]
+
+
+def test_the_order_of_terms_is_kept_for_messages() -> None:
+    keep = torch.ones(2, 2, dtype=torch.bool)
+    assert masks.terms(Causal() & keep & Window(1)) == (Causal(), keep, Window(1))
+    assert masks.terms(None) == ()
+    assert masks.terms(keep) == (keep,)
+
+
+def test_causal_of_the_oracle_is_torchs_tril() -> None:
+    assert torch.equal(oracle.causal(4, 4), torch.ones(4, 4, dtype=torch.bool).tril())
+    assert torch.equal(oracle.causal(3, 5), torch.ones(3, 5, dtype=torch.bool).tril(2))
