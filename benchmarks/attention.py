@@ -45,9 +45,7 @@ def torchs(backend: SDPBackend, causal: bool) -> Attend:
     return attend
 
 
-def oracle(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def oracle(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, dq, dk, dv of one head in float64, a chunk of queries at a time."""
     q, k, v, dout = (t.double() for t in (q, k, v, dout))
     S, D = q.shape
@@ -72,9 +70,7 @@ def attention_case(B: int, H: int, S: int, D: int, causal: bool, backward: bool)
     """One shape in one direction; the last head of the last batch is compared with float64."""
 
     def build(device: torch.device) -> Contenders:
-        q, k, v, dout = (
-            torch.randn(B, S, H, D, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
-        )
+        q, k, v, dout = (torch.randn(B, S, H, D, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
         contenders = {
             "flashsoft": ours(causal),
             "sdpa_flash": torchs(SDPBackend.FLASH_ATTENTION, causal),

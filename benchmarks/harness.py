@@ -245,9 +245,7 @@ class Sweep:
             return list(rows.values())
         for name, timing in timings.items():
             median, p20, p80 = timing.quantiles()
-            rows[name].update(
-                timing=timing.how, samples=len(timing.samples), median_ms=median, p20_ms=p20, p80_ms=p80
-            )
+            rows[name].update(timing=timing.how, samples=len(timing.samples), median_ms=median, p20_ms=p20, p80_ms=p80)
             rows[name]["rate"] = case.work / (median * 1e-3) / SCALE[case.unit]
             if case.yardstick in timings:
                 rows[name]["ratio"] = timings[case.yardstick].quantiles()[0] / median
@@ -258,9 +256,7 @@ class Sweep:
     def _release(self) -> None:
         gc.collect()
         if self.device.type == "cuda":
-            with suppress(
-                RuntimeError
-            ):  # after a fault of the device, the cells to come still get their rows
+            with suppress(RuntimeError):  # after a fault of the device, the cells to come still get their rows
                 torch.cuda.empty_cache()
 
 
@@ -386,8 +382,6 @@ def main(
                 sweep.run(case)
         finally:
             sweep.close()
-    print(
-        f"\n{label(sweep.facts)}\n\n{tables(sweep.rows, cases)}\n\n{path}: {time.monotonic() - began:.0f} s"
-    )
+    print(f"\n{label(sweep.facts)}\n\n{tables(sweep.rows, cases)}\n\n{path}: {time.monotonic() - began:.0f} s")
     ours = [row for row in sweep.rows if row["section"] != "roof" and row["provider"] in ("", "flashsoft")]
     return int(any(row.get("error") for row in ours))

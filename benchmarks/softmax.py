@@ -117,9 +117,7 @@ def copy_case(gib: int) -> Case:
     return Case("roof", {}, 2 * (gib << 30), "GB/s", f"copy {gib} GiB", build)
 
 
-def cases(
-    widths: Iterable[int], elements: int, few: Iterable[int], vocabulary: int, top_k: int
-) -> Iterator[Case]:
+def cases(widths: Iterable[int], elements: int, few: Iterable[int], vocabulary: int, top_k: int) -> Iterator[Case]:
     """Full rows first, then few wide rows, then the fused chain."""
     widths, few = tuple(widths), tuple(few)
     for dtype in DTYPES:

@@ -19,9 +19,7 @@ def main() -> None:
     dout = torch.randn_like(ours)
     mine = torch.autograd.grad(ours, (query, key, value), dout)
     theirs = torch.autograd.grad(torchs, (query, key, value), dout)
-    print(
-        f"\nagainst scaled_dot_product_attention: out differs by {(ours - torchs).abs().max():.1e}, ", end=""
-    )
+    print(f"\nagainst scaled_dot_product_attention: out differs by {(ours - torchs).abs().max():.1e}, ", end="")
     print("gradients by", ", ".join(f"{(a - b).abs().max():.1e}" for a, b in zip(mine, theirs, strict=True)))
 
     # masks are values, and combine with each other and with a boolean tensor (True = takes part)

@@ -51,9 +51,7 @@ def main() -> None:
     print("sampled:", torch.cat(seen[1:], 1)[0, :16].tolist(), "...")
 
     whole = model(torch.cat(seen[:-1], 1))
-    print(
-        f"logits against one full pass: largest difference {(torch.cat(logits, 1) - whole).abs().max():.1e}"
-    )
+    print(f"logits against one full pass: largest difference {(torch.cat(logits, 1) - whole).abs().max():.1e}")
 
     try:
         model(prompt.repeat(1, 5), caches)

@@ -47,7 +47,9 @@ def log_softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, b
     return _along(_ops.log_softmax, x, dim, dtype, backend)
 
 
-def _along(op: torch._ops.OpOverloadPacket, x: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None) -> Tensor:
+def _along(
+    op: torch._ops.OpOverloadPacket, x: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None
+) -> Tensor:
     checks.tensor("x", x)
     checks.output_dtype(dtype)
     dim = checks.dimension(x, dim)
@@ -297,9 +299,7 @@ def scaled_dot_product_attention(
         raise TypeError(f"attn_mask must be a boolean tensor, additive masks are not supported yet, got {got}")
     if not enable_gqa and query.ndim > 2 and key.ndim > 2 and query.shape[-3] != key.shape[-3]:
         if query.shape[-3] != 1 and key.shape[-3] != 1:
-            raise ValueError(
-                f"query must have key's {key.shape[-3]} heads without enable_gqa, got {query.shape[-3]}"
-            )
+            raise ValueError(f"query must have key's {key.shape[-3]} heads without enable_gqa, got {query.shape[-3]}")
     mask = masks.Causal("upper_left") if is_causal else attn_mask
     if query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
         if enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]:
@@ -350,7 +350,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return reference.merge(out_a, lse_a, out_b, lse_b)
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, *, mask: MaskLike = None, backend: str | None = None) -> dispatch.Explanation:
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: MaskLike = None, backend: str | None = None
+) -> dispatch.Explanation:
     """Which backend would run this `attention`, and why not the others. Arguments and errors as there.
 
     >>> print(explain(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), backend="reference"))

@@ -66,9 +66,7 @@ class KVCache:
             raise ValueError(f"value must have key's shape {tuple(key.shape)}, got {tuple(value.shape)}")
         start, end = self.length, self.length + key.shape[2]
         if end > self.max_length:
-            raise ValueError(
-                f"cache has room for {self.max_length} tokens and holds {start}, got {key.shape[2]} more"
-            )
+            raise ValueError(f"cache has room for {self.max_length} tokens and holds {start}, got {key.shape[2]} more")
         with torch.no_grad():
             self.key[:, :, start:end].copy_(key)
             self.value[:, :, start:end].copy_(value)
@@ -81,6 +79,4 @@ class KVCache:
 
     def __repr__(self) -> str:
         sizes = "batch={}, num_kv_heads={}, max_length={}, head_dim={}".format(*self.key.shape)
-        return (
-            f"KVCache({sizes}, device={str(self.key.device)!r}, dtype={self.key.dtype}, length={self.length})"
-        )
+        return f"KVCache({sizes}, device={str(self.key.device)!r}, dtype={self.key.dtype}, length={self.length})"

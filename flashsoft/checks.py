@@ -73,7 +73,8 @@ def mask(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
             broadcastable("mask", term, shape, "the scores")
         elif len(shape) < 2:
             raise ValueError(f"mask {term!r} needs scores (..., Sq, Sk), got shape {tuple(shape)}")
-    return masks.resolve(value, *shape[-2:]) if len(shape) > 1 else masks.MaskSpec(keep=value)
+    Sq, Sk = shape[-2:] if len(shape) > 1 else (0, 0)  # without a second dimension there are only tensors
+    return masks.resolve(value, Sq, Sk)
 
 
 def number(name: str, value: Any, *, positive: bool = False) -> float:
@@ -176,9 +177,8 @@ def partial_results(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
         tensor(name, value)
         on_device(name, value, "out_a", out_a.device)
     if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
-        raise ValueError(
-            f"out_b must be like out_a, {tuple(out_a.shape)} of {out_a.dtype}, got {tuple(out_b.shape)} of {out_b.dtype}"
-        )
+        a, b = (f"{tuple(out.shape)} of {out.dtype}" for out in (out_a, out_b))
+        raise ValueError(f"out_b must be like out_a, {a}, got {b}")
     for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
         if value.shape != out_a.shape[:-1]:
             raise ValueError(f"{name} must have out_a's shape without the last dimension, got {tuple(value.shape)}")

@@ -82,9 +82,7 @@ class All(Mask):
     terms: tuple[Mask | torch.Tensor, ...]
 
     def _parts(self) -> tuple[Mask | torch.Tensor, ...]:
-        return tuple(
-            part for term in self.terms for part in (term._parts() if isinstance(term, Mask) else (term,))
-        )
+        return tuple(part for term in self.terms for part in (term._parts() if isinstance(term, Mask) else (term,)))
 
 
 def terms(mask: Mask | torch.Tensor | None) -> tuple[Mask | torch.Tensor, ...]:
@@ -111,9 +109,9 @@ def resolve(mask: Mask | torch.Tensor | None, Sq: int, Sk: int) -> MaskSpec:
             term_lo = None if term.left is None else offset - term.left
             term_hi = None if term.right is None else offset + term.right
         if term_lo is not None:
-            lo = term_lo if lo is None else torch.sym_max(lo, term_lo)
+            lo = term_lo if lo is None else max(lo, term_lo)
         if term_hi is not None:
-            hi = term_hi if hi is None else torch.sym_min(hi, term_hi)
+            hi = term_hi if hi is None else min(hi, term_hi)
     return MaskSpec(lo, hi, keep)
 
 

@@ -69,9 +69,7 @@ class FusedSoftmax(nn.Module):
     temperature: float | Tensor
     top_k: int | Tensor | None
 
-    def __init__(
-        self, temperature: float | Tensor = 1.0, top_k: int | Tensor | None = None, dim: int = -1
-    ) -> None:
+    def __init__(self, temperature: float | Tensor = 1.0, top_k: int | Tensor | None = None, dim: int = -1) -> None:
         super().__init__()
         # the rules for numbers do not depend on x
         row = torch.empty(1, device="cpu")
@@ -145,18 +143,14 @@ class FusedAttention(nn.Module):
         self.num_heads = checks.size("num_heads", num_heads)
         self.num_kv_heads = num_heads if num_kv_heads is None else checks.size("num_kv_heads", num_kv_heads)
         if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads {num_heads} without head_dim, got {embed_dim}"
-            )
+            raise ValueError(f"embed_dim must be a multiple of num_heads {num_heads} without head_dim, got {embed_dim}")
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}")
         self.head_dim = embed_dim // num_heads if head_dim is None else checks.size("head_dim", head_dim)
         if self.head_dim > checks.MAX_HEAD_DIM:
             raise ValueError(f"head_dim must be 1 to {checks.MAX_HEAD_DIM}, got {self.head_dim}")
         self.context_dim = embed_dim if context_dim is None else checks.size("context_dim", context_dim)
-        self.rotary_base = (
-            None if rotary_base is None else checks.number("rotary_base", rotary_base, positive=True)
-        )
+        self.rotary_base = None if rotary_base is None else checks.number("rotary_base", rotary_base, positive=True)
         if rotary_base is not None and self.head_dim % 2:
             raise ValueError(f"head_dim must be even with rotary_base, got {self.head_dim}")
         if rotary_base is not None and context_dim not in (None, embed_dim):
@@ -181,9 +175,7 @@ class FusedAttention(nn.Module):
         keep = masks.resolve(mask, 0, 0).keep
         if keep is not None and keep.dtype != torch.bool:
             raise TypeError(f"mask must be boolean (True = takes part), got {keep.dtype}")
-        self.register_buffer(
-            "keep", keep if keep is None or device is None else keep.to(device), persistent=False
-        )
+        self.register_buffer("keep", keep if keep is None or device is None else keep.to(device), persistent=False)
         self.band: masks.Mask | None = None
         for term in masks.terms(mask):
             if isinstance(term, masks.Mask):
@@ -220,9 +212,7 @@ class FusedAttention(nn.Module):
             if cache is not None:
                 raise ValueError("cache must be None with a context, whose keys do not grow, got both")
             if self.rotary_base is not None:
-                raise ValueError(
-                    "context must be None with rotary_base, which is for self-attention, got both"
-                )
+                raise ValueError("context must be None with rotary_base, which is for self-attention, got both")
             source = context
         elif self.context_dim != self.embed_dim:
             raise ValueError(f"context must be given, (B, Sk, {self.context_dim}), got None")
@@ -324,9 +314,7 @@ class FusedAttention(nn.Module):
 
 def _mask(value: object) -> None:
     if not isinstance(value, masks.Mask | Tensor):
-        raise TypeError(
-            f"mask must be a boolean tensor or a mask such as Causal(), got {type(value).__name__}"
-        )
+        raise TypeError(f"mask must be a boolean tensor or a mask such as Causal(), got {type(value).__name__}")
 
 
 def _sequence(name: str, value: Tensor, size: int) -> None:

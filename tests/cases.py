@@ -64,9 +64,7 @@ def _tensor(shape: Callable[[AttentionCase], tuple[int, ...]]) -> MaskCase:
     return MaskCase(lambda c, device: _random_keep(*shape(c)).to(device), lambda c: _random_keep(*shape(c)))
 
 
-def _band(
-    mask: flashsoft.masks.Mask, left: int | None, right: int | None, offset: int | None = None
-) -> MaskCase:
+def _band(mask: flashsoft.masks.Mask, left: int | None, right: int | None, offset: int | None = None) -> MaskCase:
     return MaskCase(
         lambda c, device: mask,
         lambda c: oracle.band(c.Sq, c.Sk, left, right, c.Sk - c.Sq if offset is None else offset),
@@ -207,11 +205,7 @@ GPU_SHAPES: tuple[AttentionCase, ...] = (
         for Sq, Sk, Hkv in ((512, 512, 4), (257, 1031, 2), (1031, 257, 1))
         for mask in ("none", "causal")
     ),
-    *(
-        AttentionCase(1, 8, 2, 1000, 1500, 64, 64, mask=name)
-        for name in MASKS
-        if name not in ("none", "causal")
-    ),
+    *(AttentionCase(1, 8, 2, 1000, 1500, 64, 64, mask=name) for name in MASKS if name not in ("none", "causal")),
     AttentionCase(1, 2, 2, 4096, 4096, 128, 128, mask="causal"),
     AttentionCase(1, 2, 1, 1, 8192, 128, 128, mask="causal"),
     AttentionCase(2, 4, 2, 777, 777, 128, 64, mask="window_7_0"),
@@ -226,6 +220,4 @@ def dtypes(index: int, case: AttentionCase, backend: str, device: torch.device) 
     if device.type == "cuda":
         return FLOATS
     kinds = FLOATS[index % 3], FLOATS[(index + 1) % 3]
-    return (
-        (*kinds, torch.float64) if backend == "reference" else kinds[: 1 + (case.mask in ("none", "causal"))]
-    )
+    return (*kinds, torch.float64) if backend == "reference" else kinds[: 1 + (case.mask in ("none", "causal"))]

@@ -207,9 +207,7 @@ def compiling(arch: str) -> Iterator[list[tuple[Any, str, float]]]:
 
     capability = divmod(int(arch), 10) if arch.isdigit() else (9, 4)
     before = dispatch.target_of
-    dispatch.target_of = lambda device: dispatch.Target(
-        "cuda", capability, has_triton=True, interpreted=False
-    )
+    dispatch.target_of = lambda device: dispatch.Target("cuda", capability, has_triton=True, interpreted=False)
     dispatch._choose.cache_clear()
     driver, active = triton.runtime.driver, triton.runtime.driver._active
     JITFunction.run = run
@@ -232,10 +230,7 @@ def measure(case: str, kernel: Any, log: str) -> Kernel:
     report = Kernel(case, kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.shared)
     if "amdgcn" in kernel.asm:
         text = kernel.asm["amdgcn"]
-        counts = {
-            name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
-            for name in ("vgpr_count", "vgpr_spill_count")
-        }
+        counts = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}
         report.registers, report.spilled = counts["vgpr_count"], counts["vgpr_spill_count"]
         report.opcodes = {"MFMA": len(re.findall(r"v_mfma", text))}
         return report
@@ -254,9 +249,7 @@ def opcodes(cubin: bytes) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        text = subprocess.run(
-            [knobs.nvidia.nvdisasm.path, path], capture_output=True, text=True, check=True
-        ).stdout
+        text = subprocess.run([knobs.nvidia.nvdisasm.path, path], capture_output=True, text=True, check=True).stdout
     found = {name: len(re.findall(rf"\b{name}\b", text)) for name in ("HGMMA", "UTCHMMA", "HMMA")}
     return {name: count for name, count in found.items() if count}
 

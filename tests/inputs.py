@@ -8,9 +8,7 @@ from torch import Tensor
 PAD = 64  # elements of NaN before and after a guarded tensor: 256 bytes and more keep its alignment
 
 
-def draw(
-    *shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32, std: float = 1.0
-) -> Tensor:
+def draw(*shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
     """Normal values drawn on the CPU, so that every device sees the same ones."""
     return (torch.randn(*shape) * std).to(device=device, dtype=dtype)
 
@@ -23,9 +21,7 @@ def guarded(
     `shift` moves the first element by so many elements, off its alignment. (`x.to` would lose x's strides.)
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True) if size)
-    memory = torch.full(
-        (2 * PAD + shift + extent,), float("nan"), dtype=dtype or x.dtype, device=device or x.device
-    )
+    memory = torch.full((2 * PAD + shift + extent,), float("nan"), dtype=dtype or x.dtype, device=device or x.device)
     y = memory.as_strided(x.shape, x.stride(), PAD + shift)
     if x.numel():
         # an expanded dimension is written once

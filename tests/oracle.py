@@ -115,9 +115,7 @@ def attention(
     p_size = p * (1.0 + (fine * x_seen).square()).sqrt()
     peak = torch.where(mask, abs(scale) * (q.square() @ k.square().mT).sqrt(), 0.0)
     value = Attention(out, lse)
-    size = Attention(
-        (p_size.square() @ v.square()).sqrt(), lse.abs() + peak.amax(-1) if Sk else torch.zeros_like(lse)
-    )
+    size = Attention((p_size.square() @ v.square()).sqrt(), lse.abs() + peak.amax(-1) if Sk else torch.zeros_like(lse))
     if dout is None:
         return value, size
     do = dout.detach().cpu().to(F64)

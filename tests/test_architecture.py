@@ -47,9 +47,7 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "flashsoft":
             yield ".".join(node.module.split(".")[1:])
         elif isinstance(node, ast.Import):
-            yield from (
-                ".".join(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "flashsoft"
-            )
+            yield from (".".join(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "flashsoft")
 
 
 def layer(module: str) -> int | None:
@@ -131,9 +129,7 @@ def test_only_the_primitive_takes_exponentials(path: Path) -> None:
             if isinstance(call, ast.Call)
         }
         found = [
-            f"line {line}: {name}"
-            for name, line in calls(path)
-            if EXPONENTIALS.match(name) and line not in inside
+            f"line {line}: {name}" for name, line in calls(path) if EXPONENTIALS.match(name) and line not in inside
         ]
     if relative(path).startswith(("kernels/interpreter", "cli/")):
         return  # the interpreter's own arithmetic, and figures of a report
@@ -162,9 +158,7 @@ def test_one_file_registers_and_one_reads_the_environment(path: Path) -> None:
 def decorators(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(TREES[path]):
         if isinstance(node, ast.FunctionDef):
-            yield from (
-                (dotted(d.func if isinstance(d, ast.Call) else d), node.lineno) for d in node.decorator_list
-            )
+            yield from ((dotted(d.func if isinstance(d, ast.Call) else d), node.lineno) for d in node.decorator_list)
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -172,23 +166,15 @@ def test_kernels_live_in_kernels_and_none_tunes_itself(path: Path) -> None:
     for name, line in decorators(path):
         assert not name.endswith("autotune"), f"{relative(path)}:{line}: configs are data, see tuning/"
         if name in ("triton.jit", "jit", "gluon.jit"):
-            assert relative(path).startswith("kernels/"), (
-                f"{relative(path)}:{line}: a kernel outside kernels/"
-            )
+            assert relative(path).startswith("kernels/"), f"{relative(path)}:{line}: a kernel outside kernels/"
     if not relative(path).startswith(("kernels/", "tuning/")):
         direct = [
             node.lineno
             for node in ast.walk(TREES[path])
             if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "triton" for a in node.names))
-            or (
-                isinstance(node, ast.ImportFrom)
-                and not node.level
-                and (node.module or "").split(".")[0] == "triton"
-            )
+            or (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "triton")
         ]
-        top_level = [
-            node.lineno for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)
-        ]
+        top_level = [node.lineno for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not set(direct) & set(top_level), f"{relative(path)} imports triton when it is imported"
 
 

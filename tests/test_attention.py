@@ -20,9 +20,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 NEG_INF = float("-inf")
 
 
-def check(
-    case: AttentionCase, dtype: torch.dtype, backend: str, device: torch.device, *, dlse: bool = True
-) -> None:
+def check(case: AttentionCase, dtype: torch.dtype, backend: str, device: torch.device, *, dlse: bool = True) -> None:
     """out, lse, dq, dk and dv of one case, the gradient of lse included."""
     q, k, v = inputs.attention_inputs(*case.sizes, device=device, dtype=dtype, layout=case.layout)
     mask = cases.MASKS[case.mask].given(case, device)
@@ -124,9 +122,7 @@ def test_queries_before_the_first_key_are_empty(Sq: int, Sk: int, backend: str, 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), NEG_INF])
 @pytest.mark.parametrize("mask", ["tensor", "window", "causal_and_padding"])
-def test_what_is_masked_for_all_queries_never_leaks(
-    bad: float, mask: str, backend: str, device: torch.device
-) -> None:
+def test_what_is_masked_for_all_queries_never_leaks(bad: float, mask: str, backend: str, device: torch.device) -> None:
     """Values and gradients are those over the live keys, with anything behind the mask."""
     Sq, Sk, live = 5, 41, 27
     q, k, v = inputs.attention_inputs(2, 2, 1, Sq, Sk, 16, 16, device=device)
@@ -179,9 +175,7 @@ def test_a_query_that_sees_nothing_leaves_no_trace(mask: str, backend: str, devi
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_kept_and_not_finite_makes_its_rows_nan(
-    bad: float, backend: str, device: torch.device
-) -> None:
+def test_what_is_kept_and_not_finite_makes_its_rows_nan(bad: float, backend: str, device: torch.device) -> None:
     q, k, v = inputs.attention_inputs(1, 1, 1, 20, 20, 16, 16, device=device)
     with torch.no_grad():
         q.fill_(1.0)
@@ -239,9 +233,7 @@ def test_a_gradient_of_one_output_only(which: int, backend: str, device: torch.d
 
 @pytest.mark.parametrize("shift", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_addresses_off_any_alignment(
-    shift: int, dtype: torch.dtype, backend: str, device: torch.device
-) -> None:
+def test_addresses_off_any_alignment(shift: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     case = AttentionCase(1, 2, 2, 9, 21, 16, 16)
     q, k, v = (
         inputs.guarded(torch.randn(1, 2, S, 16), shift, device=device, dtype=dtype).requires_grad_()
@@ -300,12 +292,8 @@ def test_more_than_65535_heads(B: int, H: int, backend: str, device: torch.devic
     compare(case, (q, k, v), None, (out, lse, *grads), dout, None)
 
 
-@pytest.mark.parametrize(
-    "window", [Window(None, 0), Window(69), Window(70), Window(10_000), Causal() & Window(10_000)]
-)
-def test_a_window_without_effect_is_causal(
-    window: flashsoft.Window, backend: str, device: torch.device
-) -> None:
+@pytest.mark.parametrize("window", [Window(None, 0), Window(69), Window(70), Window(10_000), Causal() & Window(10_000)])
+def test_a_window_without_effect_is_causal(window: flashsoft.Window, backend: str, device: torch.device) -> None:
     q, k, v = (x.detach() for x in inputs.attention_inputs(1, 1, 1, 70, 70, 16, 16, device=device))
     plain = flashsoft.attention(q, k, v, mask=Causal(), backend=backend)
     assert plain.abs().sum() > 0
@@ -341,8 +329,7 @@ def test_inputs_and_their_gradients_stay_apart(backend: str, device: torch.devic
 def test_gradcheck(mask: str) -> None:
     case = AttentionCase(2, 4, 2, 5, 7, 3, 2, mask=mask)
     q, k, v = (
-        x.to(torch.float64).detach().requires_grad_()
-        for x in inputs.attention_inputs(*case.sizes, device="cpu")
+        x.to(torch.float64).detach().requires_grad_() for x in inputs.attention_inputs(*case.sizes, device="cpu")
     )
     given = cases.MASKS[mask].given(case, torch.device("cpu"))
 
@@ -367,9 +354,7 @@ def test_memory_is_linear_in_length(device: torch.device) -> None:
     H, D = 4, 64
 
     def peak(S: int) -> int:
-        q, k, v = (
-            torch.randn(1, H, S, D, device=device, dtype=torch.float16, requires_grad=True) for _ in range(3)
-        )
+        q, k, v = (torch.randn(1, H, S, D, device=device, dtype=torch.float16, requires_grad=True) for _ in range(3))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -16,9 +16,7 @@ BF16 = 2.0**-8  # half an ulp at 1 is 2^-9: one rounding of a result below 1, on
 
 def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(BENCHMARKS.parent), os.environ.get("PYTHONPATH")))
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BENCHMARKS.parent), os.environ.get("PYTHONPATH"))))
     environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *args]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -83,9 +83,7 @@ def test_doctor_shows_variables_in_force() -> None:
     assert "reference was asked for" in done.stdout
 
 
-def test_doctor_fails_on_a_wrong_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from flashsoft.cli import doctor
 
     def wrong(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -96,9 +94,7 @@ def test_doctor_fails_on_a_wrong_result(
     assert "FAILED: max error 1.0e-03" in capsys.readouterr().out
 
 
-def test_verify_quick_on_each_backend(
-    backend: str, device: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_quick_on_each_backend(backend: str, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["verify", "--quick", "--backend", backend, "--device", str(device)])
     said = capsys.readouterr().out
     assert code == 0, said
@@ -106,9 +102,7 @@ def test_verify_quick_on_each_backend(
     assert f"{total} of {total} passed" in said
 
 
-def test_verify_fails_on_a_wrong_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ours = cases.ours
     monkeypatch.setattr(cases, "ours", lambda *given: ours(*given) * 1.001)
     assert cli.main(["verify", "--quick", "--backend", "reference", "--device", "cpu"]) == 1
@@ -181,9 +175,7 @@ def test_demo_text_is_the_same_each_time() -> None:
         (["demo", "--steps", "1"], "--steps must be at least 2, got 1"),
     ],
 )
-def test_wrong_usage_is_2_in_one_sentence(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_2_in_one_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     shown = capsys.readouterr()
     assert said in shown.err

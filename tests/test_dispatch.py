@@ -180,9 +180,7 @@ except flashsoft.BackendUnavailableError as error:
     print(error)
 """
     lines = run_python(code).splitlines()
-    assert lines[0] == "reference runs this" and lines[1].startswith(
-        "triton does not: triton is not installed"
-    )
+    assert lines[0] == "reference runs this" and lines[1].startswith("triton does not: triton is not installed")
     assert "triton is not installed" in lines[2]
 
 

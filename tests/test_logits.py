@@ -93,9 +93,7 @@ def compare(
         sizes.append(terms.sum(-1, keepdim=True).sum_to_size(temperature.shape).sqrt())
     if bias is not None:
         sizes.append(size.square().sum_to_size(bias.shape).sqrt())
-    for i, name in enumerate(
-        ["dx", "dtemperature", "dbias"] if isinstance(temperature, Tensor) else ["dx", "dbias"]
-    ):
+    for i, name in enumerate(["dx", "dtemperature", "dbias"] if isinstance(temperature, Tensor) else ["dx", "dbias"]):
         if i < len(sizes):
             # y is rounded to x's dtype before the backward reads it, also where the gradient's own is finer
             coarser = torch.finfo(x.dtype).eps / torch.finfo(got[2][i].dtype).eps
@@ -126,9 +124,7 @@ def test_every_combination_of_options(backend: str, device: torch.device, dtype:
         bias = draw(M, N, device=device).mul(8).round().div(8).to(dtype) if biased else None
         if biased and top_k is not None:
             x, per_row = x.mul(4).round().div(4), False
-        k: Any = (
-            torch.tensor([[1], [5], [9], [40], [76], [1000]], device=device) if top_k == "rows" else top_k
-        )
+        k: Any = torch.tensor([[1], [5], [9], [40], [76], [1000]], device=device) if top_k == "rows" else top_k
         temperature: Value = temperatures(M, device=device, dtype=dtype) if per_row else 0.5
         compare(x, backend, temperature, keep, bias=bias, top_k=k)
 
@@ -222,9 +218,7 @@ def adversarial(N: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N", [64, 257])
-def test_exactly_k_survive_lowest_index_first(
-    backend: str, device: torch.device, dtype: torch.dtype, N: int
-) -> None:
+def test_exactly_k_survive_lowest_index_first(backend: str, device: torch.device, dtype: torch.dtype, N: int) -> None:
     x = adversarial(N).to(dtype)
     for k in (1, 7, N // 2, N - 1):
         y = flashsoft.fused_softmax(x.to(device), top_k=k, backend=backend)
@@ -246,9 +240,7 @@ def test_top_k_of_the_length_and_more_keeps_all(backend: str, device: torch.devi
     k = torch.tensor([7, 8, 1000, 2**40], device=device)
     whole = flashsoft.fused_softmax(x, backend=backend)
     for top_k in (7, 8, 2**40, k):
-        torch.testing.assert_close(
-            flashsoft.fused_softmax(x, top_k=top_k, backend=backend), whole, rtol=1e-6, atol=0
-        )
+        torch.testing.assert_close(flashsoft.fused_softmax(x, top_k=top_k, backend=backend), whole, rtol=1e-6, atol=0)
 
 
 def test_top_k_below_one_in_a_tensor_keeps_nothing(backend: str, device: torch.device) -> None:
@@ -290,14 +282,10 @@ def test_nothing_leaks_from_masked_places(
             return flashsoft.fused_softmax(x, T, keep, bias, top_k, return_lse=True, backend=backend)
 
         outcomes.append(results(run, leaves, torch.where(keep, dy, fill), dlse))
-    for clean, dirty in zip(
-        (*outcomes[0][:2], *outcomes[0][2]), (*outcomes[1][:2], *outcomes[1][2]), strict=True
-    ):
+    for clean, dirty in zip((*outcomes[0][:2], *outcomes[0][2]), (*outcomes[1][:2], *outcomes[1][2]), strict=True):
         assert torch.equal(clean, dirty)
     y, lse, gradients = outcomes[1]
-    assert (
-        bool((y[2] == 0).all()) and float(lse[2]) == -INF and all(bool((g[2] == 0).all()) for g in gradients)
-    )
+    assert bool((y[2] == 0).all()) and float(lse[2]) == -INF and all(bool((g[2] == 0).all()) for g in gradients)
 
 
 def test_what_is_kept_and_not_finite_makes_its_row_nan(backend: str, device: torch.device) -> None:
@@ -332,9 +320,7 @@ def test_rows_of_nothing_do_not_touch_others(backend: str, device: torch.device)
 # ---- temperature ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "T"), [(F16, 1e-5), (F32, 1e-12), (F32, 1e-38), (F32, 1e-44), (BF16, 1e-30)]
-)
+@pytest.mark.parametrize(("dtype", "T"), [(F16, 1e-5), (F32, 1e-12), (F32, 1e-38), (F32, 1e-44), (BF16, 1e-30)])
 def test_tiny_temperatures_put_all_on_the_maximum(
     backend: str, device: torch.device, dtype: torch.dtype, T: float
 ) -> None:
@@ -349,9 +335,7 @@ def test_tiny_temperatures_put_all_on_the_maximum(
         assert bool((dx == 0).all())
 
 
-def test_a_temperature_of_zero_in_a_tensor_shares_among_the_largest(
-    backend: str, device: torch.device
-) -> None:
+def test_a_temperature_of_zero_in_a_tensor_shares_among_the_largest(backend: str, device: torch.device) -> None:
     x = torch.tensor([[1.0, 3.0, 3.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]], device=device)
     y = flashsoft.fused_softmax(x, torch.tensor([0.0, -0.0, 1e-40], device=device), backend=backend)
     assert y.tolist() == [[0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
@@ -368,9 +352,7 @@ def test_huge_temperatures_are_uniform(backend: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 1), (1, 4, 1), (3, 1, 1), (1, 1, 1), (1,)])
-def test_the_gradient_of_a_broadcast_temperature(
-    backend: str, device: torch.device, shape: tuple[int, ...]
-) -> None:
+def test_the_gradient_of_a_broadcast_temperature(backend: str, device: torch.device, shape: tuple[int, ...]) -> None:
     compare(draw(3, 4, 20, device=device), backend, temperatures(*shape[:-1], device=device))
 
 
@@ -502,10 +484,7 @@ def test_configs_hold_their_rows(N: int) -> None:
         assert config.num_warps <= 16 and config.rows * config.block <= 64 * 32 * config.num_warps
     for bias_rows, reduced_rows in ((1, 1), (1, 10**6), (4096, 3)):
         share = bias_gradient(N, bias_rows, reduced_rows)
-        assert (
-            1 <= share.splits <= max(reduced_rows, 1)
-            and share.rows * share.block <= 64 * 32 * share.num_warps
-        )
+        assert 1 <= share.splits <= max(reduced_rows, 1) and share.rows * share.block <= 64 * 32 * share.num_warps
 
 
 @pytest.mark.gpu

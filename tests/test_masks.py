@@ -22,9 +22,7 @@ def dense(spec: MaskSpec, Sq: int, Sk: int) -> torch.Tensor:
     return keep if spec.keep is None else keep & spec.keep
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in cases.MASKS if name not in ("none", "bool_bhqk", "bool_b11k")]
-)
+@pytest.mark.parametrize("name", [name for name in cases.MASKS if name not in ("none", "bool_bhqk", "bool_b11k")])
 @pytest.mark.parametrize("Sq, Sk", [(6, 6), (3, 9), (9, 3), (1, 5), (5, 1), (20, 21)])
 def test_every_mask_keeps_what_its_definition_says(name: str, Sq: int, Sk: int) -> None:
     case = cases.AttentionCase(1, 1, 1, Sq, Sk, 1, 1)
@@ -38,9 +36,7 @@ def test_every_mask_keeps_what_its_definition_says(name: str, Sq: int, Sk: int) 
 
 @pytest.mark.parametrize("lo, hi", [(None, None), (-2, None), (None, 1), (-3, 2), (5, 3)])
 @pytest.mark.parametrize("i0, j0", [(0, 0), (4, 2), (1, 7)])
-def test_a_tile_of_the_reference_is_a_cut_of_the_band(
-    lo: int | None, hi: int | None, i0: int, j0: int
-) -> None:
+def test_a_tile_of_the_reference_is_a_cut_of_the_band(lo: int | None, hi: int | None, i0: int, j0: int) -> None:
     whole = dense(MaskSpec(lo, hi), 12, 14)
     tile = reference.band(5, 6, lo, hi, torch.device("cpu"), i0, j0)
     assert torch.equal(tile, whole[i0 : i0 + 5, j0 : j0 + 6])
@@ -61,9 +57,7 @@ def test_joining_is_associative_and_takes_tensors_on_either_side() -> None:
     for mask in ((a & b) & keep, a & (b & keep), (keep & a) & b, a & keep & b, keep & keep & a & b):
         assert torch.equal(dense(resolve(mask, 5, 8), 5, 8), want)
     more = torch.rand(8) > 0.3
-    assert torch.equal(
-        dense(resolve(a & keep & more, 5, 8), 5, 8), dense(resolve(a, 5, 8), 5, 8) & keep & more
-    )
+    assert torch.equal(dense(resolve(a & keep & more, 5, 8), 5, 8), dense(resolve(a, 5, 8), 5, 8) & keep & more)
 
 
 def test_bands_resolve_to_two_integers_and_build_nothing() -> None:

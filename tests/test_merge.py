@@ -47,9 +47,7 @@ def test_attention_over_parts_of_the_keys(cuts: tuple[int, ...], backend: str, d
     q, k, v = inputs.attention_inputs(1, 4, 2, 9, 70, 16, 24, device=device)
     result: Part | None = None
     for start, end in zip((0, *cuts), cuts, strict=False):
-        piece = flashsoft.attention(
-            q, k[:, :, start:end], v[:, :, start:end], return_lse=True, backend=backend
-        )
+        piece = flashsoft.attention(q, k[:, :, start:end], v[:, :, start:end], return_lse=True, backend=backend)
         result = piece if result is None else flashsoft.merge(*result, *piece)
     assert result is not None
     want, _ = oracle.attention(q, k, v)

@@ -124,15 +124,11 @@ def test_attention_is_torchs(options: dict[str, object], bias: bool) -> None:
     y, expected = layer(x), plain(layer, x, None, keep)
     torch.testing.assert_close(y, expected, **CLOSE)
     leaves = [x, *layer.parameters()]
-    for ours, theirs in zip(
-        torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
-    ):
+    for ours, theirs in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
-def test_attention_on_each_backend(
-    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_on_each_backend(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashsoft.dispatch.env, "BACKEND", backend)
     layer = FusedAttention(32, 2, mask=Window(left=5), rotary_base=100.0).to(device)
     x = torch.randn(2, 9, 32, device=device, requires_grad=True)
@@ -192,9 +188,7 @@ def test_empty_sequences(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("context_dim", [None, 20])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_from_torch_gives_the_same(bias: bool, context_dim: int | None, batch_first: bool) -> None:
-    theirs = nn.MultiheadAttention(
-        32, 4, bias=bias, kdim=context_dim, vdim=context_dim, batch_first=batch_first
-    ).eval()
+    theirs = nn.MultiheadAttention(32, 4, bias=bias, kdim=context_dim, vdim=context_dim, batch_first=batch_first).eval()
     if bias:  # torch starts them at 0
         nn.init.normal_(theirs.in_proj_bias)
         nn.init.normal_(theirs.out_proj.bias)
@@ -289,9 +283,7 @@ def test_cache_holds_no_graph() -> None:
         (torch.zeros(2, 1, 3, 4, device="meta"), torch.zeros(2, 1, 3, 4), ValueError, "key must be on cpu"),
     ],
 )
-def test_cache_refuses_what_does_not_fit(
-    key: Tensor, value: Tensor, error: type[Exception], said: str
-) -> None:
+def test_cache_refuses_what_does_not_fit(key: Tensor, value: Tensor, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         KVCache(2, 1, 5, 4).append(key, value)
 
@@ -426,8 +418,6 @@ def test_compiled_decoding_is_the_full_pass() -> None:
 def test_exports_with_a_free_length() -> None:
     layer = FusedAttention(32, 4, num_kv_heads=2, mask=Causal(), rotary_base=10000.0)
     length = torch.export.Dim("length", min=2, max=512)
-    exported = torch.export.export(
-        layer, (torch.randn(2, 9, 32),), dynamic_shapes={"x": {1: length}}, strict=False
-    )
+    exported = torch.export.export(layer, (torch.randn(2, 9, 32),), dynamic_shapes={"x": {1: length}}, strict=False)
     x = torch.randn(2, 17, 32)
     torch.testing.assert_close(exported.module()(x), layer(x), **CLOSE)

@@ -76,9 +76,7 @@ def test_the_table_below_holds_every_operator(device: torch.device) -> None:
     calls = list(operator_calls(device, "reference"))
     assert len(calls) == CALLS
     registered = {
-        str(name).split("::")[1]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("flashsoft::")
+        str(name).split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("flashsoft::")
     }
     assert {name for name, _ in calls} == {name.split(".")[0] for name in registered}
 
@@ -91,9 +89,7 @@ def test_opcheck(number: int, backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("number", range(CALLS))
-def test_fakes_have_the_real_shapes_strides_and_dtypes(
-    number: int, backend: str, device: torch.device
-) -> None:
+def test_fakes_have_the_real_shapes_strides_and_dtypes(number: int, backend: str, device: torch.device) -> None:
     name, args = list(operator_calls(device, backend))[number]
     real = getattr(_ops, name)(*args)
     mode = FakeTensorMode()
@@ -108,9 +104,7 @@ LAYOUTS = ("contiguous", "transposed", "packed", "columns", "columns_first", "ex
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_traced_strides_of_attention_are_the_real_ones(
-    layout: str, backend: str, device: torch.device
-) -> None:
+def test_traced_strides_of_attention_are_the_real_ones(layout: str, backend: str, device: torch.device) -> None:
     """Forward and backward, for every layout: a compiled reshape of the result relies on them."""
     leaves = inputs.attention_inputs(2, 2, 2, 5, 5, 8, 8, device=device, layout=layout)
 
@@ -145,9 +139,7 @@ def rows(backend: str) -> Callable[..., Tensor]:
     return run
 
 
-def same_under_compile(
-    run: Callable[..., Tensor], compiled: Callable[..., Tensor], args: tuple[Tensor, ...]
-) -> None:
+def same_under_compile(run: Callable[..., Tensor], compiled: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
     want, got = run(*args), compiled(*args)
     assert got.stride() == want.stride()
     torch.testing.assert_close(got, want)
@@ -166,9 +158,7 @@ def row_args(n: int, device: torch.device) -> tuple[Tensor, ...]:
     return leaf(inputs.draw(n, n + 1, device=device)), mask, leaf(inputs.draw(n + 1, device=device))
 
 
-@pytest.mark.parametrize(
-    "make, args", [(attend, attention_args), (rows, row_args)], ids=["attention", "rows"]
-)
+@pytest.mark.parametrize("make, args", [(attend, attention_args), (rows, row_args)], ids=["attention", "rows"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_in_one_graph(
     make: Callable[..., Any], args: Callable[..., Any], dynamic: bool, backend: str, device: torch.device
@@ -193,9 +183,7 @@ def test_compiled_by_inductor(device: torch.device) -> None:
 
 class Block(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return flashsoft.attention(q, k, v, mask=Causal()), flashsoft.fused_softmax(
-            x, temperature=0.5, top_k=3
-        )
+        return flashsoft.attention(q, k, v, mask=Causal()), flashsoft.fused_softmax(x, temperature=0.5, top_k=3)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -222,9 +210,7 @@ def test_vmap_of_row_functions(backend: str, device: torch.device) -> None:
             return function(t, -1, backend=backend)
 
         torch.testing.assert_close(torch.vmap(run)(x), run(x))
-        torch.testing.assert_close(
-            torch.vmap(run, in_dims=2, out_dims=-1)(x.movedim(0, 2)), run(x).movedim(0, -1)
-        )
+        torch.testing.assert_close(torch.vmap(run, in_dims=2, out_dims=-1)(x.movedim(0, 2)), run(x).movedim(0, -1))
 
 
 def test_vmap_of_fused_softmax(backend: str, device: torch.device) -> None:
@@ -247,9 +233,7 @@ def test_vmap_of_attention_with_a_mask_made_inside(backend: str, device: torch.d
 
     want = flashsoft.attention(*(t.flatten(0, 1) for t in (q, k, v)), mask=Causal(), backend=backend)
     torch.testing.assert_close(torch.vmap(run)(q, k, v).flatten(0, 1), want)
-    torch.testing.assert_close(
-        torch.vmap(run, in_dims=(0, None, None))(q, k[0], v[0])[2], run(q[2], k[0], v[0])
-    )
+    torch.testing.assert_close(torch.vmap(run, in_dims=(0, None, None))(q, k[0], v[0])[2], run(q[2], k[0], v[0]))
 
 
 def second(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -273,24 +257,18 @@ def test_gradgradcheck_of_row_functions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["attention", "fused_softmax"])
-def test_a_second_derivative_that_does_not_exist_says_so(
-    name: str, backend: str, device: torch.device
-) -> None:
+def test_a_second_derivative_that_does_not_exist_says_so(name: str, backend: str, device: torch.device) -> None:
     x = leaf(inputs.draw(1, 1, 3, 8, device=device))
     calls = {
         "attention": lambda t: flashsoft.attention(t, t, t, backend=backend),
         "fused_softmax": lambda t: flashsoft.fused_softmax(t, backend=backend),
     }
-    with pytest.raises(
-        RuntimeError, match=f"{name} can be differentiated once only; for second derivatives use"
-    ):
+    with pytest.raises(RuntimeError, match=f"{name} can be differentiated once only; for second derivatives use"):
         second(calls[name], x)
 
 
 @pytest.mark.parametrize("which", ["softmax", "log_softmax", "fused_softmax", "attention"])
-def test_results_are_freed_at_once_and_need_no_graph_without_gradients(
-    which: str, device: torch.device
-) -> None:
+def test_results_are_freed_at_once_and_need_no_graph_without_gradients(which: str, device: torch.device) -> None:
     import gc
 
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -326,9 +304,7 @@ def test_captured_in_a_cuda_graph(device: torch.device) -> None:
     x = inputs.draw(8, 1000, device=device)
 
     def work() -> tuple[Tensor, Tensor]:
-        return flashsoft.attention(q, k, v, mask=Causal()), flashsoft.fused_softmax(
-            x, top_k=20, temperature=0.5
-        )
+        return flashsoft.attention(q, k, v, mask=Causal()), flashsoft.fused_softmax(x, top_k=20, temperature=0.5)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

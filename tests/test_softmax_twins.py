@@ -40,9 +40,7 @@ def rows(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["random", "with -inf", "equal", "far from zero"])
-def test_twins_agree_forward_and_backward(
-    kind: str, backend: str, device: torch.device, twins: ModuleType
-) -> None:
+def test_twins_agree_forward_and_backward(kind: str, backend: str, device: torch.device, twins: ModuleType) -> None:
     x, dy = rows(kind), torch.randn(7, 300)
 
     def flash(x: Tensor) -> Tensor:
@@ -61,9 +59,7 @@ def test_twins_agree_forward_and_backward(
 
     # a weight has the error of its exponent, |x - m| <= 60 where it matters, and of the sum
     for name, (y, dx) in results.items():
-        torch.testing.assert_close(
-            y.double(), exact, rtol=1e-5, atol=1e-7, equal_nan=True, msg=message(name, "y")
-        )
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-7, equal_nan=True, msg=message(name, "y"))
         if dx is not None:
             torch.testing.assert_close(
                 dx.double(), exact_dx, rtol=1e-5, atol=2e-6, equal_nan=True, msg=message(name, "dx")

@@ -67,9 +67,7 @@ def check(
     for name, got in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
         half = name == "lse" and q.dtype in HALF
         floor = tolerances.FLOOR_LSE_HALF if half else None
-        assert_close_to(
-            got, getattr(want, name), getattr(own, name), getattr(size, name), floor=floor, name=name
-        )
+        assert_close_to(got, getattr(want, name), getattr(own, name), getattr(size, name), floor=floor, name=name)
         if want.lse.isfinite().all():
             assert got.isfinite().all()
     return out, lse
@@ -83,9 +81,7 @@ def length(n: int, backend: str, device: torch.device) -> int:
 
 def check_rows(got: Tensor, want: Tensor, own: Tensor | None = None, name: str = "y") -> None:
     """A row result: its terms are of its own size, or of 1 where a row is normalised to that."""
-    assert_close_to(
-        got, want, own, torch.full_like(want, float(want[want.isfinite()].abs().max())), name=name
-    )
+    assert_close_to(got, want, own, torch.full_like(want, float(want[want.isfinite()].abs().max())), name=name)
 
 
 def causal_keep(Sq: int, Sk: int) -> Tensor:
@@ -412,9 +408,7 @@ def test_B34_query_heads_share_key_heads_in_consecutive_groups(
 def test_B36_rows_wider_than_a_block(n: int, backend: str, device: torch.device) -> None:
     """The last two are longer than the largest tile Triton allows."""
     if device.type == "cpu" and backend == "triton" and n > 65_537:
-        pytest.skip(
-            "a length that matters to the hardware: interpreted, it is one more loop over tiles of 512"
-        )
+        pytest.skip("a length that matters to the hardware: interpreted, it is one more loop over tiles of 512")
     n = length(n, backend, device)
     x = draw(2 if n < 1_000_000 else 1, n, device=device).requires_grad_()
     wide = x.detach().double()
@@ -483,9 +477,7 @@ def row_views(device: torch.device) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("dim", [-1, 0, 1])
 @pytest.mark.parametrize("which", range(5))
-def test_B43_row_functions_on_any_strides_and_dims(
-    dim: int, which: int, backend: str, device: torch.device
-) -> None:
+def test_B43_row_functions_on_any_strides_and_dims(dim: int, which: int, backend: str, device: torch.device) -> None:
     x = list(row_views(device))[which].detach().requires_grad_()
     for name in ("softmax", "log_softmax", "logsumexp", "fused_softmax"):
         run = getattr(torch, "softmax" if name == "fused_softmax" else name)
@@ -513,18 +505,14 @@ def test_B46_the_gradient_through_lse(backend: str, device: torch.device) -> Non
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-6, rtol=1e-6)
     got = torch.autograd.grad(lse.square().mean() + (out * 0.3).sum(), (q, k, v))
     expected = torch.autograd.grad(want_lse.square().mean() + (want * 0.3).sum(), leaves)
-    alone = torch.autograd.grad(
-        flashsoft.attention(q, k, v, return_lse=True, backend=backend)[1].sum(), (q, k, v)
-    )
+    alone = torch.autograd.grad(flashsoft.attention(q, k, v, return_lse=True, backend=backend)[1].sum(), (q, k, v))
     assert alone[0].abs().max() > 0 and (alone[2] == 0).all()
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("which", ["softmax", "log_softmax", "fused_softmax", "attention"])
-def test_B49_a_result_changed_in_place_is_seen_by_autograd(
-    which: str, backend: str, device: torch.device
-) -> None:
+def test_B49_a_result_changed_in_place_is_seen_by_autograd(which: str, backend: str, device: torch.device) -> None:
     """The saved result is the user's: changing it must raise, or not matter."""
     x = draw(1, 1, 4, 9, device=device).requires_grad_()
     y = (
@@ -671,16 +659,8 @@ def test_B77_autocast(device: torch.device) -> None:
     torch.testing.assert_close(y.float(), want, atol=5e-2, rtol=5e-2)
     y.float().square().sum().backward()
     out.float().sum().backward()
-    assert all(
-        p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all()
-        for p in module.parameters()
-    )
-    assert (
-        x.grad is not None
-        and x.grad.dtype == torch.float32
-        and q.grad is not None
-        and q.grad.isfinite().all()
-    )
+    assert all(p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in module.parameters())
+    assert x.grad is not None and x.grad.dtype == torch.float32 and q.grad is not None and q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["attention", "softmax"])

@@ -62,9 +62,7 @@ def assert_close_to(
     same = torch.where(finite, wide.isfinite(), (wide == want) | (wide.isnan() & want.isnan()))
     if not bool(same.all()):
         at = tuple(torch.nonzero(~same)[0].tolist())
-        raise ToleranceError(
-            f"{name}[{at}] is {wide[at]}, expected {want[at]} ({int((~same).sum())} such places)"
-        )
+        raise ToleranceError(f"{name}[{at}] is {wide[at]}, expected {want[at]} ({int((~same).sum())} such places)")
     error = torch.where(finite, (wide - want).abs(), 0.0)
     scale = torch.where(finite, want.abs(), 0.0)
     if magnitude is not None:

@@ -42,9 +42,7 @@ class Logits:
 
     def __str__(self) -> str:
         said = [f"fused_softmax {_sizes(self.shape)}"]
-        said += [f"T={self.temperature}"] * (self.temperature != 1.0) + [f"top_k={self.top_k}"] * bool(
-            self.top_k
-        )
+        said += [f"T={self.temperature}"] * (self.temperature != 1.0) + [f"top_k={self.top_k}"] * bool(self.top_k)
         said += ["mask"] * (self.kept < 1.0) + ["causal"] * (self.band is not None) + ["bias"] * self.bias
         return " ".join(said + ["empty row"] * self.empty_row)
 
@@ -83,11 +81,7 @@ QUICK: tuple[Case, ...] = (
     Attention("mask, empty row", Sq=17, Sk=33, D=16, Dv=16, kept=0.6, empty_row=True),
 )
 ALL: tuple[Case, ...] = (
-    *(
-        Rows(op, shape)
-        for op in ("softmax", "log_softmax", "logsumexp")
-        for shape in ((1, 1), (64, 63), (9, 5000))
-    ),
+    *(Rows(op, shape) for op in ("softmax", "log_softmax", "logsumexp") for shape in ((1, 1), (64, 63), (9, 5000))),
     *(Rows(op, (2, 40, 5), dim=1) for op in ("softmax", "log_softmax", "logsumexp")),
     Rows("softmax", (2, 131072), spread=1.0),
     Rows("log_softmax", (4, 300), spread=1000.0),
@@ -157,9 +151,7 @@ def ours(case: Case, tensors: Tensors, keep: Tensor | None, backend: str) -> Ten
         return function(tensors["x"], case.dim, backend=backend)
     mask = _joined(case.band, keep)
     if isinstance(case, Logits):
-        return api.fused_softmax(
-            tensors["x"], case.temperature, mask, tensors.get("bias"), case.top_k, backend=backend
-        )
+        return api.fused_softmax(tensors["x"], case.temperature, mask, tensors.get("bias"), case.top_k, backend=backend)
     return api.attention(tensors["query"], tensors["key"], tensors["value"], mask=mask, backend=backend)
 
 

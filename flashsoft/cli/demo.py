@@ -172,15 +172,13 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     with precision(tokens.device):
         loss = model.loss(tokens)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.detach()
 
 
-def train(
-    model: GPT, text: Tensor, size: Size, device: torch.device, generator: torch.Generator
-) -> list[float]:
+def train(model: GPT, text: Tensor, size: Size, device: torch.device, generator: torch.Generator) -> list[float]:
     """The loss of each step; the rate rises over the first tenth and falls to a tenth after."""
     optimizer = optimizer_of(model, size)
     warm = max(1, size.steps // 10)
@@ -270,18 +268,14 @@ def compare_layers(model: GPT, tokens: Tensor) -> bool:
     """Prints how far each layer's attention is from torch's; True if all are within tolerance."""
     past = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
     ways: dict[str, verify.Way] = {
-        "ours": lambda given: api.attention(
-            given["query"], given["key"], given["value"], mask=masks.Causal()
-        ),
+        "ours": lambda given: api.attention(given["query"], given["key"], given["value"], mask=masks.Causal()),
         "torch": lambda given: torch_attention(given["query"], given["key"], given["value"]),
         "exact": lambda given: exact_attention(given, past),
     }
     layers = captured(model, tokens)
     dtype = str(layers[0]["query"].dtype).removeprefix("torch.")
     print(f"\nEvery layer's attention in {dtype}: largest |flashsoft - scaled_dot_product_attention|")
-    print(
-        f"tolerance: error against float64 at most 2 x torch's + {verify.FLOOR:.0f} eps x size of the result"
-    )
+    print(f"tolerance: error against float64 at most 2 x torch's + {verify.FLOOR:.0f} eps x size of the result")
     print(f"  layer {'out':>9} {'dquery':>9} {'dkey':>9} {'dvalue':>9}   tolerance used")
     good = True
     for number, tensors in enumerate(layers):
@@ -320,9 +314,7 @@ def timed(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    parser.add_argument(
-        "--steps", type=int, help=f"training steps (default: {ON_CPU.steps}, on cuda {ON_GPU.steps})"
-    )
+    parser.add_argument("--steps", type=int, help=f"training steps (default: {ON_CPU.steps}, on cuda {ON_GPU.steps})")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sample (default: 0)")
 
 
@@ -339,27 +331,15 @@ def run(args: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(args.seed)
     model = GPT(size).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"Training a GPT of {size.layers} FusedAttention blocks, "
-        f"{parameters / 1e6:.1f} M parameters, on {device}:"
-    )
-    print(
-        f"{len(training) / 1e6:.1f} MB of Python's standard library, "
-        f"{size.batch} x {size.length} bytes a step"
-    )
+    print(f"Training a GPT of {size.layers} FusedAttention blocks, {parameters / 1e6:.1f} M parameters, on {device}:")
+    print(f"{len(training) / 1e6:.1f} MB of Python's standard library, {size.batch} x {size.length} bytes a step")
     before = validation_loss(model, validation, size, device)
     losses = train(model, training, size, device, generator)
     after = validation_loss(model, validation, size, device)
-    print(
-        f"train loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
-        f"validation loss {before:.3f} -> {after:.3f} (nats a byte)"
-    )
+    print(f"train loss {losses[0]:.3f} -> {losses[-1]:.3f}, validation loss {before:.3f} -> {after:.3f} (nats a byte)")
     sampler = torch.Generator(device).manual_seed(args.seed)
     sample = generate(model, size, 120 if device.type == "cpu" else 300, device, sampler)
-    print(
-        "\nA sample, decoded through the KV cache:\n"
-        + "\n".join(f"  | {line}" for line in sample.split("\n"))
-    )
+    print("\nA sample, decoded through the KV cache:\n" + "\n".join(f"  | {line}" for line in sample.split("\n")))
 
     tokens = batch_of(validation, size, device, generator)[:2, :-1]
     agrees = compare_layers(model, tokens)
@@ -373,9 +353,5 @@ def run(args: argparse.Namespace) -> int:
 
     falls = losses[-1] < losses[0] and after < before
     print("\n" + ("Good: the loss falls" if falls else "FAILED: the loss does not fall"), end=", ")
-    print(
-        "and every layer agrees with torch."
-        if agrees
-        else "and a layer is FURTHER from torch than the tolerance."
-    )
+    print("and every layer agrees with torch." if agrees else "and a layer is FURTHER from torch than the tolerance.")
     return 0 if falls and agrees else 1

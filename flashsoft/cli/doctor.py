@@ -32,9 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     """Everything doctor says, as plain data."""
-    devices = [torch.device("cpu")] + [
-        torch.device("cuda", index) for index in range(torch.cuda.device_count())
-    ]
+    devices = [torch.device("cpu")] + [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return {
         "versions": versions(),
         "devices": {str(device): device_name(device) for device in devices},
@@ -93,9 +91,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     facts = torch.cuda.get_device_properties(device)
-    return (
-        f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}"
-    )
+    return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}"
 
 
 def variables() -> dict[str, str]:
@@ -157,9 +153,7 @@ def as_text(report: dict[str, Any]) -> str:
     lines.append("\nTiny runs, attention forward and backward against float64:")
     for check in report["checks"]:
         said = check.get("failure") or f"max error {check['error']:.1e} (at most {TOLERANCE:.0e})"
-        lines.append(
-            f"  {check['device']:<8} {check['backend']:<10} {'ok' if check['passed'] else 'FAILED'}: {said}"
-        )
+        lines.append(f"  {check['device']:<8} {check['backend']:<10} {'ok' if check['passed'] else 'FAILED'}: {said}")
     return "\n".join(lines)
 
 

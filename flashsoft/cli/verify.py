@@ -89,14 +89,10 @@ def run(args: argparse.Namespace) -> int:
     table = cases.QUICK if args.quick else cases.ALL
     backends = usable_backends(device, args.backend)
     print(
-        f"{len(table)} cases x {len(DTYPES)} dtypes on {device}, forward and backward, "
-        f"backends: {', '.join(backends)}"
+        f"{len(table)} cases x {len(DTYPES)} dtypes on {device}, forward and backward, backends: {', '.join(backends)}"
     )
     print(f"passing: error against float64 <= 2 x torch's own + {FLOOR:.0f} eps x size of the exact result\n")
-    print(
-        f"{'case':<52} {'dtype':<9} {'backend':<9} {'worst':<7} "
-        f"{'max':>8} {'torch':>8} {'rms':>8} {'torch':>8}"
-    )
+    print(f"{'case':<52} {'dtype':<9} {'backend':<9} {'worst':<7} {'max':>8} {'torch':>8} {'rms':>8} {'torch':>8}")
     failed = total = 0
     for number, case in enumerate(table):
         for dtype_name, dtype in DTYPES.items():
@@ -108,9 +104,7 @@ def run(args: argparse.Namespace) -> int:
                     f"{case!s:<52} {dtype_name:<9} {backend:<9} {worst:<7} {result.max_ours:8.1e} "
                     f"{result.max_theirs:8.1e} {result.rms_ours:8.1e} {result.rms_theirs:8.1e}"
                     + (
-                        ""
-                        if result.passed
-                        else f"  FAILED, allowed {result.max_allowed:.1e}, {result.rms_allowed:.1e}"
+                        "" if result.passed else f"  FAILED, allowed {result.max_allowed:.1e}, {result.rms_allowed:.1e}"
                     ),
                     flush=True,
                 )
@@ -118,9 +112,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def check(
-    case: cases.Case, dtype: torch.dtype, device: torch.device, backend: str, seed: int
-) -> tuple[str, Agreement]:
+def check(case: cases.Case, dtype: torch.dtype, device: torch.device, backend: str, seed: int) -> tuple[str, Agreement]:
     """The result or gradient of a case that uses most of what it is allowed, and how far off it is."""
     generator = torch.Generator().manual_seed(seed)
     tensors, keep = cases.inputs(case, generator)
@@ -138,9 +130,7 @@ def check(
     return max(results.items(), key=lambda item: (not item[1].passed, item[1].used))
 
 
-def compare(
-    ways: dict[str, Way], tensors: cases.Tensors, whole: Tensor | None, seed: int
-) -> dict[str, Agreement]:
+def compare(ways: dict[str, Way], tensors: cases.Tensors, whole: Tensor | None, seed: int) -> dict[str, Agreement]:
     """The result ("out") and gradients ("dquery", ...) of "ours", against "torch" and "exact" (float64)."""
     dtype = next(iter(tensors.values())).dtype
 
@@ -173,9 +163,7 @@ def pick_device(asked: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu, cuda or cuda:N, got {asked!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device must be one of this machine's, got {asked!r} of {torch.cuda.device_count()} GPUs"
-        )
+        raise ValueError(f"--device must be one of this machine's, got {asked!r} of {torch.cuda.device_count()} GPUs")
     return device
 
 

@@ -337,9 +337,7 @@ def attention_backward_queries_kernel(
     row_delta = tl.load(delta + bh.to(tl.int64) * padded_Sq + rows)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     last = tl.minimum(row0 + BLOCK_M, Sq) - 1
-    start, inside, edge, end = runs(
-        row0, last, Sk, lo, hi, BLOCK_N, ALL_EDGES=keep is not None, TAIL_IS_EDGE=True
-    )
+    start, inside, edge, end = runs(row0, last, Sk, lo, hi, BLOCK_N, ALL_EDGES=keep is not None, TAIL_IS_EDGE=True)
     if lo is not None:
         dq = _gather_queries(
             dq, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides,

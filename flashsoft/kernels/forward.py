@@ -7,7 +7,7 @@ Per tile of BLOCK_N keys: 2 * BLOCK_M * BLOCK_N * (D + Dv) flops on the matrix u
 and BLOCK_N * (D + Dv) elements read, from L2 after the first program of a head. In all: 2 * Sq * Sk * (D + Dv) flops
 a head (half under a causal mask); query, key, value read and out, lse written.
 
-Invariant: after each tile, acc = sum_j exp(scale * (x_j - m)) * v_j and s the same sum without v_j.
+Invariant: after each tile, acc = sum_j exp(scale * x_j - ln2 * m) * v_j, and s the same sum without v_j.
 """
 
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl
 from .. import reference
 from ..tuning.attention import forward_config, input_precision, padded
 from .masking import runs, seen, visible
-from .softmax import finish, update
+from .softmax import LN2, finish, update_folded
 from .tiles import head_pointer, load_tile, on_device, store_tile
 
 
@@ -66,7 +66,7 @@ def _attend(
             x = tl.where(taken, x, float("-inf"))
             if keep_head is not None:
                 v = tl.where((tl.max(taken.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-        m, s, alpha, p = update(m, s, x, scale, FOLD=True)
+        m, s, alpha, p = update_folded(m, s, x, scale)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return m, s, acc
 
@@ -122,9 +122,7 @@ def attention_forward_kernel(
     s = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     last = tl.minimum(row0 + BLOCK_M, Sq) - 1
-    start, inside, edge, end = runs(
-        row0, last, Sk, lo, hi, BLOCK_N, ALL_EDGES=keep is not None, TAIL_IS_EDGE=True
-    )
+    start, inside, edge, end = runs(row0, last, Sk, lo, hi, BLOCK_N, ALL_EDGES=keep is not None, TAIL_IS_EDGE=True)
     if lo is not None:
         m, s, acc = _attend(
             m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start, inside,
@@ -139,7 +137,7 @@ def attention_forward_kernel(
         m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, edge, end,
         Sq, Sk, scale, lo, hi, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
     )  # fmt: skip
-    inverse, row_lse = finish(m, s, scale)
+    inverse, row_lse = finish(m, s, LN2)
     store_tile(head_pointer(out, out_strides, b, h), out_strides, rows, rows < Sq, acc * inverse[:, None], DV, BLOCK_DV)
     tl.store(lse + bh.to(tl.int64) * Sq + rows, row_lse, mask=rows < Sq)
 

@@ -206,9 +206,7 @@ def fused_softmax_backward(
     return dx, dtemperature, dbias
 
 
-def _bias_gradient(
-    dy: torch.Tensor, y: torch.Tensor, shift: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
+def _bias_gradient(dy: torch.Tensor, y: torch.Tensor, shift: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """dz summed over the row dimensions that bias, of y's length in the last one, was broadcast along."""
     reduced = [size == 1 and full > 1 for size, full in zip(bias.shape, y.shape, strict=True)]
     kept_index = tuple(0 if along else slice(None) for along in reduced)
@@ -220,9 +218,7 @@ def _bias_gradient(
     R = y.numel() // bias.numel()
     config = tuning.bias_gradient(N, B, R)
     tiles = triton.cdiv(N, config.block)
-    out = bias.new_empty(
-        (config.splits, *bias.shape), dtype=bias.dtype if config.splits == 1 else torch.float32
-    )
+    out = bias.new_empty((config.splits, *bias.shape), dtype=bias.dtype if config.splits == 1 else torch.float32)
     with on_device(y):
         bias_gradient_kernel[(tiles * B * config.splits,)](
             dy, y, shift, out, tiles, B, R, triton.cdiv(R, config.splits), N,

@@ -12,9 +12,10 @@ what a weighted sum over the row needs: acc <- acc * alpha + p @ v. `finish` end
 Not finite: a row without mass (all -inf, or wholly masked) stays (-inf, 0) and finishes as (0, -inf). +inf makes
 s infinite and finishes as (NaN, +inf); NaN goes through s, so that hardware maxima which drop NaN do no harm.
 
-Everything is fp32 and base 2: exp(a) is exp2(a * log2(e)), one MUFU instruction. `FOLD` spells the exponent
-x * c - m * c, one FMA a score, for the inner loop of attention: m * c is rounded, a shift of the whole row that
-p / s cancels. Without it the exponent is (x - m) * c, exact in x - m, which log_softmax shows to its caller.
+Everything is fp32 and base 2: exp(a) is exp2(a * log2(e)), one MUFU instruction. `update` spells the exponent
+(x - m) * c, exact in x - m, which log_softmax shows to its caller. `update_folded`, for the inner loop of
+attention, spells it x * c - m, one FMA a score, with m = max_j x_j * c itself in base 2: a state whose scale is
+ln 2. It must not be x * c - m * c: rounding m * c leaves alpha = 2^(m * c - m * c) off 1, and a long row drifts.
 
 Method: M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
@@ -33,16 +34,13 @@ def pivot(m):
 
 
 @triton.jit
-def exponential(x, at, scale, FOLD: tl.constexpr = False):
+def exponential(x, at, scale):
     """exp(scale * (x - at)) for a pivot `at` that broadcasts against x."""
-    if FOLD:
-        return tl.exp2(x * (scale * LOG2E) - at * (scale * LOG2E))
-    else:
-        return tl.exp2((x - at) * (scale * LOG2E))
+    return tl.exp2((x - at) * (scale * LOG2E))
 
 
 @triton.jit
-def update(m, s, x, scale=1.0, FOLD: tl.constexpr = False):
+def update(m, s, x, scale=1.0):
     """Takes a tile x (rows, columns) into the state m, s (rows,).
 
     Returns m, s, alpha, p: the new state, the factor (rows,) of everything summed before, and the tile's weights
@@ -50,8 +48,18 @@ def update(m, s, x, scale=1.0, FOLD: tl.constexpr = False):
     """
     m_new = tl.maximum(m, tl.max(x, 1))
     at = pivot(m_new)
-    alpha = exponential(m, at, scale, FOLD)
-    p = exponential(x, at[:, None], scale, FOLD)
+    alpha = exponential(m, at, scale)
+    p = exponential(x, at[:, None], scale)
+    return m_new, s * alpha + tl.sum(p, 1), alpha, p
+
+
+@triton.jit
+def update_folded(m, s, x, scale):
+    """`update` for a state of scale LN2, its m in base 2, by scores x of the given scale."""
+    m_new = tl.maximum(m, tl.max(x, 1) * (scale * LOG2E))
+    at = pivot(m_new)
+    alpha = tl.exp2(m - at)
+    p = tl.exp2(x * (scale * LOG2E) - at[:, None])
     return m_new, s * alpha + tl.sum(p, 1), alpha, p
 
 

@@ -14,9 +14,7 @@ import triton
 import triton.language as tl
 
 
-def fold_rows(
-    *tensors: torch.Tensor, separate_last: bool = False
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+def fold_rows(*tensors: torch.Tensor, separate_last: bool = False) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Sizes of the folded row dimensions, innermost first, and each tensor's strides along them.
 
     The tensors have the same sizes before the last dimension. `separate_last` leaves the dimension next to the

@@ -107,7 +107,7 @@ SCRATCH = 2048  # bytes of shared memory left for reductions and per-row statist
 
 def padded(head_dim: int) -> int:
     """A head's columns in a tile: the next power of two, at least the 16 that a matrix instruction takes."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def input_precision(dtype: torch.dtype) -> str:
