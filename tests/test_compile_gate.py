@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import gate
 import pytest
 
-pytestmark = pytest.mark.skipif(not conftest.HAS_TRITON, reason="triton is not installed")
+triton = pytest.importorskip("triton")
+
 ARCHS = tuple(gate.SHARED_LIMIT)
 
 
@@ -33,19 +33,23 @@ def test_kernels_fit_and_do_not_spill(arch: str) -> None:
     names = {kernel.name for kernel in built}
     assert {"attention_forward_kernel", "softmax_forward_kernel"} <= names
     complaints = []
+    most: dict[tuple[str, str], int] = {}
     for kernel in built:
-        allowed = gate.ALLOWED_SPILLS.get((arch, kernel.case, kernel.name), 0)
-        if kernel.spilled > allowed:
-            complaints.append(f"{kernel.case}: {kernel.name} spills {kernel.spilled}, {allowed} allowed")
+        most[arch, kernel.name] = max(most.get((arch, kernel.name), 0), kernel.spilled)
         if kernel.shared > gate.SHARED_LIMIT[arch]:
             complaints.append(f"{kernel.case}: {kernel.name} takes {kernel.shared} bytes of shared memory")
+    if triton.__version__.startswith(gate.SPILLS_COUNTED_BY):
+        for entry, spilled in most.items():
+            if spilled > gate.ALLOWED_SPILLS.get(entry, 0):
+                worst = next(k.case for k in built if k.name == entry[1] and k.spilled == spilled)
+                complaints.append(f"{worst}: {entry[1]} spills {spilled}, {gate.ALLOWED_SPILLS.get(entry, 0)} allowed")
+        # what is allowed and no longer needed goes
+        complaints += [
+            f"{entry} spills no more" for entry in gate.ALLOWED_SPILLS if entry[0] == arch and not most[entry]
+        ]
     matrix = {"80": ("HMMA",), "90": ("HGMMA",), "100": ("UTCHMMA", "HMMA"), "gfx942": ("MFMA",)}[arch]
     for kernel in built:
         half = kernel.case.startswith(("attention-fp16", "attention-bf16"))
         if half and "prepare" not in kernel.name and not any(kernel.opcodes.get(name) for name in matrix):
             complaints.append(f"{kernel.case}: {kernel.name} has no {matrix[0]}: {kernel.opcodes}")
     assert not complaints, "\n".join(complaints)
-    # what is allowed and no longer needed goes
-    by_name = {(arch, kernel.case, kernel.name): kernel.spilled for kernel in built}
-    stale = [entry for entry in gate.ALLOWED_SPILLS if entry[0] == arch and not by_name.get(entry)]
-    assert not stale, f"these spill no more: {stale}"
