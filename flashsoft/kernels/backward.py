@@ -20,7 +20,7 @@ from ..tuning.attention import backward_config, input_precision, padded
 from .forward import positive_scale
 from .masking import runs, seen, visible
 from .softmax import settle, weights
-from .tiles import head_pointer, load_tile, on_device, store_tile
+from .tiles import dot_add, head_pointer, load_tile, on_device, store_tile
 
 
 @triton.jit(do_not_specialize=["Sq", "Hq", "padded_Sq"])
@@ -119,12 +119,12 @@ def _gather_keys(
             taken = taken & (rows < Sq)[None, :]
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[None, :], scale)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv = dot_add(p.to(do.dtype), do, dv, PRECISION)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
         if EDGE:
             ds = tl.where(taken, ds, 0.0)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = dot_add(ds.to(q.dtype), q, dk, PRECISION)
     return dk, dv
 
 
@@ -277,7 +277,7 @@ def _gather_queries(
         ds = p * (dp - row_delta[:, None])
         if EDGE:
             ds = tl.where(taken, ds, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = dot_add(ds.to(k.dtype), k, dq, PRECISION)
     return dq
 
 

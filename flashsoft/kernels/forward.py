@@ -18,7 +18,7 @@ from .. import reference
 from ..tuning.attention import forward_config, input_precision, padded
 from .masking import runs, seen, visible
 from .softmax import LN2, finish, update_folded
-from .tiles import head_pointer, load_tile, on_device, store_tile
+from .tiles import dot_add, head_pointer, load_tile, on_device, store_tile
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _attend(
             if keep_head is not None:
                 v = tl.where((tl.max(taken.to(tl.int32), 0) > 0)[:, None], v, 0.0)
         m, s, alpha, p = update_folded(m, s, x, scale)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = dot_add(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
     return m, s, acc
 
 

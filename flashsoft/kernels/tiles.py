@@ -89,6 +89,19 @@ def store_tile(head, strides, rows, keep_rows, x, D: tl.constexpr, BLOCK_D: tl.c
     tl.store(pointers, x.to(head.dtype.element_ty), mask=keep)
 
 
+@triton.jit
+def dot_add(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b, for a sum over many tiles.
+
+    float32 tiles are multiplied from zero and then added, so that rounding grows with the number of tiles, not of
+    terms, as in a blocked matrix product. The fma keeps the compiler from folding acc into the product again.
+    """
+    if a.dtype == tl.float32:
+        return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
+    else:
+        return tl.dot(a, b, acc)
+
+
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """A context in which Triton launches on the tensor's device."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
