@@ -195,7 +195,7 @@ def wide_forward_kernel(
     y_rows = y_ptr + row_offset(row, sizes, y_strides)
     for start in range(0, N, BLOCK):
         columns = start + lane
-        read = (columns < N)[None, :] & (start >= first) & (start < last)
+        read = ((columns >= first) & (columns < last))[None, :]
         score = score_tile(
             columns, read, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step,
             bias_ptr, bias_at, bias_step, row_scale, i, lo, hi,
