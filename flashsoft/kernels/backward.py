@@ -25,22 +25,9 @@ from .tiles import dot_add, head_pointer, load_tile, on_device, store_tile
 
 @triton.jit(do_not_specialize=["Sq", "Hq", "padded_Sq"])
 def attention_prepare_kernel(
-    out,
-    dout,
-    dlse,
-    lse,
-    settled,
-    delta,
-    out_strides,
-    dout_strides,
-    dlse_strides,
-    Sq,
-    Hq,
-    padded_Sq,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
+    out, dout, dlse, lse, settled, delta, out_strides, dout_strides, dlse_strides, Sq, Hq, padded_Sq,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """Per query: the settled lse, and delta = row(out * dout) - dlse; rows from Sq to padded_Sq as if without mass."""
     tiles = padded_Sq // BLOCK_M
     pid = tl.program_id(0)
@@ -62,36 +49,11 @@ def attention_prepare_kernel(
 
 @triton.jit
 def _gather_keys(
-    dk,
-    dv,
-    k,
-    v,
-    q_head,
-    q_strides,
-    do_head,
-    do_strides,
-    lse_head,
-    delta_head,
-    keep_head,
-    keep_strides,
-    column0,
-    start,
-    end,
-    Sq,
-    Sk,
-    scale,
-    lo,
-    hi,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+    dk, dv, k, v, q_head, q_strides, do_head, do_strides, lse_head, delta_head, keep_head, keep_strides, column0,
+    start, end, Sq, Sk, scale, lo, hi,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
     """Adds the query tiles of [start, end) of one head to dk and dv of a key tile; scores lie keys by queries."""
     for row0 in tl.range(start, end, BLOCK_M, num_stages=STAGES):
         rows = row0 + tl.arange(0, BLOCK_M)
@@ -106,6 +68,8 @@ def _gather_keys(
                 loadable = loadable & (rows <= tl.minimum(column0 + BLOCK_N, Sk) - 1 - lo)
         q = load_tile(q_head, q_strides, rows, loadable, D, BLOCK_D)
         do = load_tile(do_head, do_strides, rows, loadable, DV, BLOCK_DV)
+        # one column, reduced: loaded once and spread through shared memory. Loaded plainly, these go to every thread of
+        # a column of scores by pointers of its own, and the registers for those spill
         row_lse = tl.max(tl.load(lse_head + rows[:, None]), 1)
         row_delta = tl.max(tl.load(delta_head + rows[:, None]), 1)
         if keep_head is not None:
@@ -130,41 +94,11 @@ def _gather_keys(
 
 @triton.jit(do_not_specialize=["Sq", "padded_Sq", "Sk", "lo", "hi", "Hq", "group"])
 def attention_backward_keys_kernel(
-    query,
-    key,
-    value,
-    dout,
-    settled,
-    delta,
-    keep,
-    dk_out,
-    dv_out,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    keep_strides,
-    dk_strides,
-    dv_strides,
-    Sq,
-    padded_Sq,
-    Sk,
-    lo,
-    hi,
-    Hq,
-    group,
-    scale,
-    gradient_scale,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
-    NEGATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, key, value, dout, settled, delta, keep, dk_out, dv_out, q_strides, k_strides, v_strides, dout_strides,
+    keep_strides, dk_strides, dv_strides, Sq, padded_Sq, Sk, lo, hi, Hq, group, scale, gradient_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     tiles = tl.cdiv(Sk, BLOCK_N)
     pid = tl.program_id(0)
@@ -225,35 +159,11 @@ def attention_backward_keys_kernel(
 
 @triton.jit
 def _gather_queries(
-    dq,
-    q,
-    do,
-    row_lse,
-    row_delta,
-    k_head,
-    k_strides,
-    v_head,
-    v_strides,
-    keep_head,
-    keep_strides,
-    row0,
-    start,
-    end,
-    Sq,
-    Sk,
-    scale,
-    lo,
-    hi,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+    dq, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start, end,
+    Sq, Sk, scale, lo, hi,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
     """Adds the key tiles of [start, end) to dq of a query tile."""
     for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         rows = row0 + tl.arange(0, BLOCK_M)
@@ -283,39 +193,11 @@ def _gather_queries(
 
 @triton.jit(do_not_specialize=["Sq", "padded_Sq", "Sk", "lo", "hi", "Hq", "group"])
 def attention_backward_queries_kernel(
-    query,
-    key,
-    value,
-    dout,
-    settled,
-    delta,
-    keep,
-    dq_out,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    keep_strides,
-    dq_strides,
-    Sq,
-    padded_Sq,
-    Sk,
-    lo,
-    hi,
-    Hq,
-    group,
-    scale,
-    gradient_scale,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
-    NEGATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, key, value, dout, settled, delta, keep, dq_out, q_strides, k_strides, v_strides, dout_strides,
+    keep_strides, dq_strides, Sq, padded_Sq, Sk, lo, hi, Hq, group, scale, gradient_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dq of BLOCK_M queries of one head."""
     tiles = tl.cdiv(Sq, BLOCK_M)
     pid = tl.program_id(0)

@@ -23,34 +23,11 @@ from .tiles import dot_add, head_pointer, load_tile, on_device, store_tile
 
 @triton.jit
 def _attend(
-    m,
-    s,
-    acc,
-    q,
-    k_head,
-    k_strides,
-    v_head,
-    v_strides,
-    keep_head,
-    keep_strides,
-    row0,
-    start,
-    end,
-    Sq,
-    Sk,
-    scale,
-    lo,
-    hi,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+    m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start, end, Sq, Sk, scale,
+    lo, hi,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
     """Takes the key tiles of [start, end) into the state; EDGE tiles are masked."""
     for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         columns = column0 + tl.arange(0, BLOCK_N)
@@ -73,34 +50,11 @@ def _attend(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group"])
 def attention_forward_kernel(
-    query,
-    key,
-    value,
-    keep,
-    out,
-    lse,
-    q_strides,
-    k_strides,
-    v_strides,
-    keep_strides,
-    out_strides,
-    Sq,
-    Sk,
-    lo,
-    hi,
-    Hq,
-    group,
-    scale,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
-    NEGATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, key, value, keep, out, lse, q_strides, k_strides, v_strides, keep_strides, out_strides, Sq, Sk, lo, hi,
+    Hq, group, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """`scale` > 0; NEGATE flips the sign of the scores (through q, exactly), so that a maximum stays one."""
     tiles = tl.cdiv(Sq, BLOCK_M)
     pid = tl.program_id(0)
@@ -167,33 +121,11 @@ def attention_forward(
     keep = None if keep is None else keep.view(torch.uint8)
     with on_device(query):
         attention_forward_kernel[(triton.cdiv(Sq, config.block_m) * B * Hq,)](
-            query,
-            key,
-            value,
-            keep,
-            out,
-            lse,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            None if keep is None else keep.stride(),
-            out.stride(),
-            Sq,
-            Sk,
-            lo,
-            hi,
-            Hq,
-            Hq // Hkv,
-            positive_scale(scale),
-            D=D,
-            DV=Dv,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_D=padded(D),
-            BLOCK_DV=padded(Dv),
-            STAGES=config.num_stages,
-            NEGATE=scale < 0,
-            PRECISION=input_precision(query.dtype),
+            query, key, value, keep, out, lse,
+            query.stride(), key.stride(), value.stride(), None if keep is None else keep.stride(), out.stride(),
+            Sq, Sk, lo, hi, Hq, Hq // Hkv, positive_scale(scale),
+            D=D, DV=Dv, BLOCK_D=padded(D), BLOCK_DV=padded(Dv), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            STAGES=config.num_stages, NEGATE=scale < 0, PRECISION=input_precision(query.dtype),
             num_warps=config.num_warps,
-        )
+        )  # fmt: skip
     return out, lse
