@@ -9,7 +9,6 @@ from torch import Tensor
 
 from . import checks, dispatch, masks, ops, reference
 
-_ops = getattr(torch.ops, ops.NAMESPACE)
 MaskLike = masks.Mask | Tensor | None
 
 
@@ -35,7 +34,7 @@ def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backe
     tensor([[0.5000, 0.5000],
             [1.0000, 0.0000]])
     """
-    return _along(_ops.softmax, x, dim, dtype, backend)
+    return _along("softmax", x, dim, dtype, backend)
 
 
 def log_softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -44,19 +43,17 @@ def log_softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, b
     >>> log_softmax(torch.tensor([1e7, 1e7]))
     tensor([-0.6931, -0.6931])
     """
-    return _along(_ops.log_softmax, x, dim, dtype, backend)
+    return _along("log_softmax", x, dim, dtype, backend)
 
 
-def _along(
-    op: torch._ops.OpOverloadPacket, x: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None
-) -> Tensor:
+def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None) -> Tensor:
     checks.tensor("x", x)
     checks.output_dtype(dtype)
     dim = checks.dimension(x, dim)
     if dtype == torch.float64:
         x = x.to(dtype)
     rows = x if dim == x.ndim - 1 else x.movedim(dim, -1)
-    y: Tensor = op(rows, dtype or x.dtype, backend or "")
+    y: Tensor = ops.call(name, rows, dtype or x.dtype, backend or "")
     return y if dim == x.ndim - 1 else y.movedim(-1, dim)
 
 
@@ -70,7 +67,7 @@ def logsumexp(x: Tensor, dim: int = -1, *, keepdim: bool = False, backend: str |
     """
     checks.tensor("x", x)
     dim = checks.dimension(x, dim)
-    lse: Tensor = _ops.logsumexp(x.movedim(dim, -1), backend or "")
+    lse: Tensor = ops.call("logsumexp", x.movedim(dim, -1), backend or "")
     return lse.unsqueeze(dim) if keepdim else lse
 
 
@@ -146,7 +143,8 @@ def fused_softmax(
     if (spec.lo is not None or spec.hi is not None) and dim != x.ndim - 1:
         raise ValueError(f"dim must be the last for a mask such as Causal(), got {dim} of {x.ndim} dimensions")
     rows = x.movedim(dim, -1)
-    y, lse = _ops.fused_softmax(
+    y, lse = ops.call(
+        "fused_softmax",
         rows,
         1.0 if isinstance(temperature, Tensor) else temperature,
         _per_row(temperature, rows, dim),
@@ -237,7 +235,8 @@ def attention(
     B, Hq, Sq, D = query.shape
     scores = (B, Hq, Sq, key.shape[2])
     spec = checks.mask(mask, scores, "query", query.device)
-    out, lse = _ops.attention(
+    out, lse = ops.call(
+        "attention",
         query,
         key,
         value,

@@ -2,6 +2,9 @@
 
 Nothing else registers. An operator chooses its backend when it runs, so that tracing never sees the choice; rows
 lie along the last dimension, and options come resolved (masks as a band and a boolean tensor).
+
+`call` runs an operator. Under a transform of torch.func it goes through an autograd.Function made of the same gradient
+and batching rule, since torch transforms those but not what torch.library differentiates.
 """
 
 from __future__ import annotations
@@ -32,8 +35,30 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+_transformable: dict[str, type[torch.autograd.Function]] = {}
+
+
+def call(name: str, *args: Any) -> Any:
+    """The operator of that name."""
+    op = getattr(_ops, name)
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return op(*args)
+    return _transformable[name].apply(*args)
+
+
 def _differentiate(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+    rules = {
+        "forward": staticmethod(getattr(_ops, name)),
+        "setup_context": staticmethod(setup),
+        "backward": staticmethod(backward),
+    }
+    _transformable[name] = type(name, (torch.autograd.Function,), rules)
+
+
+def _batch(name: str, rule: Callable[..., Any]) -> None:
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=_library)
+    _transformable[name].vmap = staticmethod(rule)  # type: ignore[method-assign]
 
 
 def _not_twice(name: str, instead: str) -> None:
@@ -103,11 +128,11 @@ def _save_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _softmax_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-    return _ops.softmax_backward(dy, *ctx.saved_tensors, ctx.dtype, ctx.backend), None, None
+    return call("softmax_backward", dy, *ctx.saved_tensors, ctx.dtype, ctx.backend), None, None
 
 
 def _log_softmax_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-    return _ops.log_softmax_backward(dy, *ctx.saved_tensors, ctx.dtype, ctx.backend), None, None
+    return call("log_softmax_backward", dy, *ctx.saved_tensors, ctx.dtype, ctx.backend), None, None
 
 
 _differentiate("softmax", _save_result, _softmax_gradient)
@@ -149,7 +174,7 @@ def _save_logsumexp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _logsumexp_gradient(ctx: Any, dlse: Tensor) -> tuple[Tensor, None]:
-    return _ops.logsumexp_backward(dlse, *ctx.saved_tensors, ctx.backend), None
+    return call("logsumexp_backward", dlse, *ctx.saved_tensors, ctx.backend), None
 
 
 def _save_logsumexp_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -263,7 +288,8 @@ def _fused_softmax_gradient(ctx: Any, dy: Tensor | None, dlse: Tensor | None) ->
     need_temperature, need_bias = ctx.needs_input_grad[2], ctx.needs_input_grad[6]
     if dy is None and dlse is None:
         return (None,) * 10
-    dx, dtemperature, dbias = _ops.fused_softmax_backward(
+    dx, dtemperature, dbias = call(
+        "fused_softmax_backward",
         torch.zeros_like(y) if dy is None else dy,
         dlse,
         x,
@@ -353,7 +379,8 @@ def _attention_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     query, key, value, out, lse, keep = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 8
-    gradients = _ops.attention_backward(
+    gradients = call(
+        "attention_backward",
         torch.zeros_like(out) if dout is None else dout,
         dlse, query, key, value, out, lse, keep, ctx.scale, ctx.lo, ctx.hi, ctx.backend,
     )  # fmt: skip
@@ -375,31 +402,27 @@ def _front(value: Any, dim: int | None, size: int) -> Any:
 
 
 def _batch_rows(name: str) -> None:
-    op = getattr(_ops, name)
-
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        result = op(*(_front(arg, dim, info.batch_size) for arg, dim in zip(args, in_dims, strict=True)))
+        result = call(name, *(_front(arg, dim, info.batch_size) for arg, dim in zip(args, in_dims, strict=True)))
         if isinstance(result, Tensor):
             return result, 0
         # an empty placeholder for a gradient that is not needed has no batched dimension
         return result, tuple(0 if t.shape[0] == info.batch_size else None for t in result)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=_library)
+    _batch(name, rule)
 
 
 def _batch_attention(name: str) -> None:
-    op = getattr(_ops, name)
-
     def fold(value: Any, dim: int | None, size: int) -> Any:
         """(V, B, ...) -> (V * B, ...)."""
         front = _front(value, dim, size)
         return front.flatten(0, 1) if isinstance(front, Tensor) else front
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        result = op(*(fold(arg, dim, info.batch_size) for arg, dim in zip(args, in_dims, strict=True)))
+        result = call(name, *(fold(arg, dim, info.batch_size) for arg, dim in zip(args, in_dims, strict=True)))
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in result), (0,) * len(result)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=_library)
+    _batch(name, rule)
 
 
 for _name in ("softmax", "log_softmax", "logsumexp", "fused_softmax"):
