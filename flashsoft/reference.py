@@ -339,9 +339,13 @@ def attention_backward(
         q, do = torch.where(alive, q, 0.0), torch.where(alive, do, 0.0)
         row_lse = torch.where(alive, row_lse, float("inf"))  # exp(x - inf) = 0: no weight in a row without mass
         dq_tile = torch.zeros_like(q)
-        for j0, j1 in _spans(Sk, i0, i1, lo, hi):
+        spans = list(_spans(Sk, i0, i1, lo, hi))
+        for j0, j1 in spans:
             tile = _Tile(q, key, value, keep, lo, hi, (i0, i1), (j0, j1))
             p = torch.exp(tile.x - row_lse)
+            if len(spans) == 1:
+                # whole rows: their own sums are 1 but for the rounding of lse, eps * |lse|, which this takes out
+                p = p / p.sum(-1, keepdim=True).masked_fill(~alive, 1.0)
             ds = p * (do @ tile.v.mT - delta)
             ds = torch.where(alive if tile.visible is None else tile.visible & alive, ds, 0.0)
             dv_wide[:, :, j0:j1] += p.mT @ do
