@@ -18,7 +18,7 @@ def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backe
     Args:
         x: any shape and strides; float32, float16, bfloat16 (computed in float32) or float64.
         dim: the dimension that sums to one.
-        dtype: of the result, x's by default; nothing the size of x is cast before.
+        dtype: of the result, x's by default; x is not cast before, unless dtype is float64.
         backend: run on this backend or raise; see `explain`.
 
     A row of -inf only is NaN, as in torch; `fused_softmax` gives zeros there. NaN makes its row NaN.
@@ -121,7 +121,7 @@ def fused_softmax(
         bias: floating, broadcastable to x; its gradient is summed over what it was broadcast along.
         top_k: keep the k largest of what the mask keeps, an integer >= 1 or an integer tensor of one entry a row.
             Exactly k survive: equals are taken lowest index first, as by a stable descending sort. k of the row's
-            length and more keeps all. Scores are compared in float32.
+            length and more keeps all. Scores are compared in the dtype they are computed in.
         dim: the dimension that sums to one (the last, for a mask that is a value).
         return_lse: also return the natural log of the kept scores' sum of exponentials, float32, without `dim`.
 
@@ -213,8 +213,9 @@ def attention(
         backend: run on this backend or raise; see `explain`.
 
     Returns:
-        out (B, Hq, Sq, Dv), laid out in memory like query. A query with nothing to attend to gets out 0, lse -inf
-        and gradients 0. A key that is masked for every query never leaks, whatever it holds.
+        out (B, Hq, Sq, Dv); in memory (B, Sq, Hq, Dv) if query's heads lie inside its rows. A query with
+        nothing to attend to gets out 0, lse -inf and gradients 0. A key that is masked for every query never
+        leaks, whatever it holds.
 
     float32 is computed in full float32 unless torch's matmul precision allows TF32. The same inputs give the same
     bits, forward and backward. Differentiable once.
@@ -302,6 +303,8 @@ def scaled_dot_product_attention(
     mask = masks.Causal("upper_left") if is_causal else attn_mask
     if query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
         if enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]:
+            if attn_mask is not None:
+                checks.broadcastable("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]), "the scores")
             return attention(query, key, value, mask=mask, scale=scale)
     # heads broadcast with the other leading dimensions, except that grouped ones stand apart
     apart = 3 if enable_gqa else 2

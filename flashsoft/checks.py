@@ -24,6 +24,8 @@ def tensor(name: str, value: Any, ndim: int | None = None, layout: str = "") -> 
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in DTYPES:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {value.layout}")
     if ndim is not None and value.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {tuple(value.shape)}")
 
@@ -99,7 +101,7 @@ def size(name: str, value: Any, least: int = 1) -> int:
 def per_row(name: str, value: Tensor, x: Tensor, dim: int) -> Tensor:
     """A tensor of one entry a row of x as a view of x.ndim dimensions, of size 1 along `dim`.
 
-    It may have x's dimensions with size 1 at `dim`, or lack that dimension.
+    It may have x's dimensions with size 1 at `dim`, or lack that dimension, or be one entry for all.
     """
     on_device(name, value, "x", x.device)
     rows = [size for axis, size in enumerate(x.shape) if axis != dim]
@@ -107,8 +109,14 @@ def per_row(name: str, value: Tensor, x: Tensor, dim: int) -> Tensor:
     if value.ndim == x.ndim:
         broadcastable(name, value, keepdim, "the rows of x,")
         return value
+    if value.ndim != len(rows) and value.numel() == 1:
+        return value.reshape((1,) * x.ndim)
+    if value.ndim != len(rows):
+        raise ValueError(
+            f"{name} must have x's {x.ndim} dimensions, or {len(rows)} without dim, got shape {tuple(value.shape)}"
+        )
     broadcastable(name, value, rows, "the rows of x,")
-    return value.reshape((1,) * (len(rows) - value.ndim) + value.shape).unsqueeze(dim)
+    return value.unsqueeze(dim)
 
 
 def temperature(value: Any, x: Tensor, dim: int) -> float | Tensor:
@@ -180,5 +188,7 @@ def partial_results(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
         a, b = (f"{tuple(out.shape)} of {out.dtype}" for out in (out_a, out_b))
         raise ValueError(f"out_b must be like out_a, {a}, got {b}")
     for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if value.dtype not in (torch.float32, torch.float64) or value.dtype != lse_a.dtype:
+            raise TypeError(f"{name} must be float32, or float64 like the other, got {value.dtype}")
         if value.shape != out_a.shape[:-1]:
             raise ValueError(f"{name} must have out_a's shape without the last dimension, got {tuple(value.shape)}")

@@ -5,7 +5,7 @@ Variables are read once, at import:
 - `FLASHSOFT_BACKEND`: name of the backend every call runs on (`triton`, `reference`); unset = chosen per call.
 - `FLASHSOFT_CHECK`: `1` also checks the contents of tensors (temperatures, top-k counts); each check waits
   for the device.
-- `FLASHSOFT_LOG`: a level of `logging` (`INFO` tells which backend was chosen, once a kind of problem).
+- `FLASHSOFT_LOG`: a level of `logging`, anything else is INFO (which tells the backend chosen, once a kind of problem).
 """
 
 import logging
@@ -17,5 +17,6 @@ CHECK: bool = os.environ.get("FLASHSOFT_CHECK", "0") not in ("", "0")
 logger = logging.getLogger("flashsoft")
 logger.addHandler(logging.NullHandler())
 if os.environ.get("FLASHSOFT_LOG"):
+    _level = logging.getLevelName(os.environ["FLASHSOFT_LOG"].upper())
     logger.addHandler(logging.StreamHandler())
-    logger.setLevel(os.environ["FLASHSOFT_LOG"].upper())
+    logger.setLevel(_level if isinstance(_level, int) else logging.INFO)

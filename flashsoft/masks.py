@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 Align = str | int
+FAR = 1 << 40  # further than any key: what lies beyond makes no difference, and must fit the operators' integers
 
 
 class MaskSpec(NamedTuple):
@@ -106,8 +107,8 @@ def resolve(mask: Mask | torch.Tensor | None, Sq: int, Sk: int) -> MaskSpec:
             term_hi = _offset(term.align, Sq, Sk)
         elif isinstance(term, Window):
             offset = _offset(term.align, Sq, Sk)
-            term_lo = None if term.left is None else offset - term.left
-            term_hi = None if term.right is None else offset + term.right
+            term_lo = None if term.left is None else offset - min(term.left, FAR)
+            term_hi = None if term.right is None else offset + min(term.right, FAR)
         if term_lo is not None:
             lo = term_lo if lo is None else max(lo, term_lo)
         if term_hi is not None:
@@ -118,7 +119,7 @@ def resolve(mask: Mask | torch.Tensor | None, Sq: int, Sk: int) -> MaskSpec:
 def _offset(align: Align, Sq: int, Sk: int) -> int:
     if align == "lower_right":
         return Sk - Sq
-    return 0 if isinstance(align, str) else align
+    return 0 if isinstance(align, str) else max(-FAR, min(align, FAR))
 
 
 def _check_align(align: Align) -> None:

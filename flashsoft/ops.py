@@ -28,6 +28,12 @@ def _backend(op: str, x: Tensor, requested: str) -> types.ModuleType:
     return dispatch.choose(dispatch.Problem(op, x.device, x.dtype), requested or None)
 
 
+def _band(lo: int | None, hi: int | None, Sq: int, Sk: int) -> tuple[int | None, int | None]:
+    """The same band with bounds that 32-bit arithmetic on positions cannot overflow: j - i lies within -Sq..Sk."""
+    near = (None if bound is None else max(-Sq, min(bound, Sk)) for bound in (lo, hi))
+    return next(near), next(near)
+
+
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -214,6 +220,8 @@ def _fused_softmax(
     row_top_k: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    if lo is not None or hi is not None:
+        lo, hi = _band(lo, hi, x.shape[-2], x.shape[-1])
     return _backend("fused_softmax", x, backend).fused_softmax_forward(  # type: ignore[no-any-return]
         x, _one_of(temperature, row_temperature), keep, lo, hi, bias, _one_of(top_k, row_top_k)
     )
@@ -321,6 +329,7 @@ def _attention(
     hi: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    lo, hi = _band(lo, hi, query.shape[2], key.shape[2])
     return _backend("attention", query, backend).attention_forward(  # type: ignore[no-any-return]
         query, key, value, keep, scale, lo, hi
     )
@@ -344,6 +353,7 @@ def _attention_backward(
     hi: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    lo, hi = _band(lo, hi, query.shape[2], key.shape[2])
     return _backend("attention", query, backend).attention_backward(  # type: ignore[no-any-return]
         dout, dlse, query, key, value, out, lse, keep, scale, lo, hi
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
-TILE = 512  # queries and keys of an attention tile: scores of a tile stay in a CPU's cache a head at a time
+TILE = 512  # queries and keys of an attention tile
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -161,7 +161,8 @@ def fused_softmax_forward(
     keep = torch.ones_like(z, dtype=torch.bool) if mask is None else mask
     if lo is not None or hi is not None:
         keep = keep & band(z.shape[-2], z.shape[-1], lo, hi, z.device)
-    scale = _inverse_temperature(temperature)
+    # with a bias x / T is a number of its own, and stays finite for scores to 1e8
+    scale = _inverse_temperature(temperature, 1e38 if bias is None else 1e30)
     if bias is not None:
         z, scale = z * scale + bias.to(z.dtype), torch.ones_like(scale) if isinstance(scale, Tensor) else 1.0
     z = z.masked_fill(~keep, NEG_INF)
@@ -206,12 +207,12 @@ def fused_softmax_backward(
     return dx, dtemperature, dbias
 
 
-def _inverse_temperature(temperature: float | Tensor) -> float | Tensor:
+def _inverse_temperature(temperature: float | Tensor, most: float = 1e38) -> float | Tensor:
     """1 / T, kept finite: (x - m) / T must stay 0 at the maximum however small T is. NaN for T < 0."""
     if isinstance(temperature, Tensor):
         T = temperature.to(wide(temperature.dtype))
-        return (1.0 / T.abs()).clamp(max=1e38).masked_fill(T < 0.0, float("nan"))
-    return min(1.0 / temperature, 1e38)
+        return (1.0 / T.abs()).clamp(max=most).masked_fill(T < 0.0, float("nan"))
+    return min(1.0 / temperature, most)
 
 
 # ---- attention ---------------------------------------------------------------------------------------------------
@@ -319,7 +320,11 @@ def attention_backward(
     lo: int | None,
     hi: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv: p is recomputed from lse tile by tile; ds = p * (dp - delta), delta = row(out * dout) - dlse."""
+    """dq, dk, dv: p is recomputed from lse tile by tile; ds = p * (dp - delta), delta = row(out * dout) - dlse.
+
+    Where one tile holds whole rows, p is also divided by its own sums, which the kernels do not do: they are 1 but for
+    the rounding of lse.
+    """
     B, Hq, Sq, D = query.shape
     Hkv, Sk = key.shape[1], key.shape[2]
     dtype = wide(query.dtype)
@@ -344,7 +349,6 @@ def attention_backward(
             tile = _Tile(q, key, value, keep, lo, hi, (i0, i1), (j0, j1))
             p = torch.exp(tile.x - row_lse)
             if len(spans) == 1:
-                # whole rows: their own sums are 1 but for the rounding of lse, eps * |lse|, which this takes out
                 p = p / p.sum(-1, keepdim=True).masked_fill(~alive, 1.0)
             ds = p * (do @ tile.v.mT - delta)
             ds = torch.where(alive if tile.visible is None else tile.visible & alive, ds, 0.0)

@@ -504,3 +504,22 @@ def test_more_than_2_to_the_31_elements() -> None:
     y = flashsoft.fused_softmax(x, 0.5, Causal(align=40000), top_k=20)
     alone = flashsoft.fused_softmax(x[-1:], 0.5, top_k=20)
     assert torch.equal(y[-1:], alone) and int((y[-1] != 0).sum()) == 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1e-12])
+def test_a_tiny_temperature_beside_a_bias(temperature: float, backend: str, device: torch.device) -> None:
+    """x / T stays finite, so all mass is where x is largest, whatever the bias."""
+    x = torch.tensor([[3.0, 10.0, 2.0]], device=device)
+    bias = torch.tensor([5.0, -5.0, 0.0], device=device)
+    row = torch.tensor([temperature], device=device)
+    for T in (row, temperature) if temperature > 0 else (row,):
+        y = flashsoft.fused_softmax(x, T, bias=bias, backend=backend)
+        assert y.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_per_row_tensors_of_other_dimensions_are_refused(device: torch.device) -> None:
+    x = torch.zeros(2, 2, 5, device=device)
+    with pytest.raises(ValueError, match=r"temperature must have x's 3 dimensions, or 2 without dim"):
+        flashsoft.fused_softmax(x, torch.ones(2, device=device))
+    one = flashsoft.fused_softmax(x, torch.tensor(2.0, device=device))
+    assert torch.equal(one, flashsoft.fused_softmax(x, 2.0))

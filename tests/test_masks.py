@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 
+import flashsoft
 from flashsoft import Causal, Window, masks, reference
 from flashsoft.masks import MaskSpec, resolve
 
@@ -117,3 +118,27 @@ def test_the_order_of_terms_is_kept_for_messages() -> None:
 def test_causal_of_the_oracle_is_torchs_tril() -> None:
     assert torch.equal(oracle.causal(4, 4), torch.ones(4, 4, dtype=torch.bool).tril())
     assert torch.equal(oracle.causal(3, 5), torch.ones(3, 5, dtype=torch.bool).tril(2))
+
+
+@pytest.mark.parametrize("far", [10_000, 2**31 - 1, 2**63 - 1, 10**30])
+@pytest.mark.parametrize("reach", ["left", "right", "align"])
+def test_bounds_beyond_every_key_do_not_overflow(far: int, reach: str, backend: str, device: torch.device) -> None:
+    """What no key can reach sets no limit, however far, in values and gradients."""
+    mask, plain = {
+        "left": (Window(left=far, right=None), None),
+        "right": (Window(left=None, right=far), None),
+        "align": (Causal(far), None),
+    }[reach]
+    x = torch.randn(1, 1, 40, 16, device=device)
+    results = []
+    for each in (mask, plain):
+        q, k, v = (x.clone().requires_grad_() for _ in range(3))
+        out = flashsoft.attention(q, k, v, mask=each, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+    none = flashsoft.attention(x, x, x, mask=Causal(-far), backend=backend)
+    assert (none == 0).all()
+    scores = torch.randn(40, 40, device=device)
+    y = flashsoft.fused_softmax(scores, mask=mask, backend=backend)
+    torch.testing.assert_close(y, torch.softmax(scores, -1))

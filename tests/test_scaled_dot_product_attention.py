@@ -91,7 +91,7 @@ def test_a_row_that_sees_nothing_is_zero(device: torch.device) -> None:
         ({"dropout_p": 0.1}, ValueError, "dropout_p must be 0"),
         ({"attn_mask": torch.ones(3, 3, dtype=torch.bool), "is_causal": True}, ValueError, "attn_mask must be None"),
         ({"attn_mask": torch.zeros(3, 3)}, TypeError, "attn_mask must be a boolean tensor"),
-        ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, ValueError, "mask must broadcast"),
+        ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, ValueError, "attn_mask must broadcast"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
     ],
 )

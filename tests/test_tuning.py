@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -44,3 +45,20 @@ def test_what_is_not_legal() -> None:
 def test_padding_is_the_next_power_of_two(head_dim: int) -> None:
     columns = tuning.padded(head_dim)
     assert columns >= max(16, head_dim) and columns & (columns - 1) == 0 and columns < max(32, 2 * head_dim)
+
+
+@pytest.mark.parametrize("setting", ["old", "new"])
+def test_tf32_is_used_only_where_torch_may(setting: str) -> None:
+    assert tuning.input_precision(torch.float32) == "ieee"
+    matmul = torch.backends.cuda.matmul
+    try:
+        if setting == "old":
+            torch.set_float32_matmul_precision("high")
+        else:
+            matmul.fp32_precision = "tf32"
+        assert tuning.input_precision(torch.float32) == "tf32"
+        assert tuning.input_precision(torch.bfloat16) == "ieee"  # of no effect on products of 16 bits
+    finally:
+        if setting == "old":
+            torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = "none"

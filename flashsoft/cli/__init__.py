@@ -14,10 +14,14 @@ VERBS = {
 }
 
 
+class UsageError(ValueError):
+    """The command was called in a way that cannot work; the message says why."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; 0 = good, 1 = a check failed, 2 = wrong usage.
 
-    A verb's module has `add_arguments(parser)` and `run(args) -> int`, where ValueError means wrong usage.
+    A verb's module has `add_arguments(parser)` and `run(args) -> int`, where `UsageError` means wrong usage.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="flashsoft", description="Fused attention and softmax for PyTorch.")
@@ -33,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     try:
         code: int = module.run(args)
-    except ValueError as wrong:
+    except UsageError as wrong:
         print(f"flashsoft {args.verb}: {wrong}", file=sys.stderr)
         return 2
     return code

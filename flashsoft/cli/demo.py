@@ -13,7 +13,7 @@ import contextlib
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from .. import api, masks
 from ..cache import KVCache
 from ..modules import FusedAttention
-from . import cases, memory, verify
+from . import UsageError, cases, memory, verify
 
 TEXT_BYTES = 4_000_000
 BYTES = 256  # the vocabulary
@@ -133,7 +133,7 @@ def generate(model: GPT, size: Size, count: int, device: torch.device, generator
 def read_text(limit: int = TEXT_BYTES) -> tuple[Tensor, Tensor]:
     """Bytes of the standard library for training, and every tenth file of it for validation.
 
-    ValueError where Python came without its sources.
+    UsageError where Python came without its sources.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     training, validation = bytearray(), bytearray()
@@ -144,7 +144,7 @@ def read_text(limit: int = TEXT_BYTES) -> tuple[Tensor, Tensor]:
         if len(training) >= limit:
             break
     if min(len(training), len(validation)) < 10_000:
-        raise ValueError(f"the sources of Python's standard library are needed, got almost none in {library}")
+        raise UsageError(f"the sources of Python's standard library are needed, got almost none in {library}")
     return torch.frombuffer(training, dtype=torch.uint8), torch.frombuffer(validation, dtype=torch.uint8)
 
 
@@ -183,41 +183,30 @@ def train(model: GPT, text: Tensor, size: Size, device: torch.device, generator:
     optimizer = optimizer_of(model, size)
     warm = max(1, size.steps // 10)
     losses: list[Tensor] = []
-    with progress(size.steps) as say:
-        for step in range(size.steps):
-            rate = min((step + 1) / warm, 1.0 - 0.9 * max(0, step - warm) / size.steps)
-            optimizer.param_groups[0]["lr"] = size.rate * rate
-            losses.append(train_step(model, optimizer, batch_of(text, size, device, generator)))
-            say(step, losses[-1])
+    say = progress(size.steps)
+    for step in range(size.steps):
+        rate = min((step + 1) / warm, 1.0 - 0.9 * max(0, step - warm) / size.steps)
+        optimizer.param_groups[0]["lr"] = size.rate * rate
+        losses.append(train_step(model, optimizer, batch_of(text, size, device, generator)))
+        say(step, losses[-1])
     return [float(loss) for loss in losses]
 
 
-@contextlib.contextmanager
-def progress(steps: int) -> Iterator[Any]:
-    """say(step, loss): a bar if tqdm is installed and a person watches, else ten plain lines."""
-    every = max(1, steps // 10)
+def progress(steps: int) -> Callable[[int, Tensor], None]:
+    """say(step, loss): one bar that moves where a person watches, else ten lines."""
+    watched = sys.stdout.isatty()
+    every = max(1, steps // (50 if watched else 10))
     started = time.perf_counter()
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is not None and sys.stderr.isatty():
-        with tqdm(total=steps, unit="step") as bar:
 
-            def show(step: int, loss: Tensor) -> None:
-                if step % every == 0 or step == steps - 1:
-                    bar.set_postfix(loss=f"{float(loss):.3f}")
-                bar.update()
-
-            yield show
-        return
-
-    def print_line(step: int, loss: Tensor) -> None:
-        if step % every == 0 or step == steps - 1:
+    def say(step: int, loss: Tensor) -> None:
+        last = step == steps - 1
+        if step % every == 0 or last:
+            bar = "#" * (20 * (step + 1) // steps)
             seconds = time.perf_counter() - started
-            print(f"  step {step + 1:>5} of {steps}   loss {float(loss):.3f}   {seconds:5.1f} s", flush=True)
+            line = f"  [{bar:.<20}] step {step + 1:>5} of {steps}   loss {float(loss):.3f}   {seconds:5.1f} s"
+            print(line, end="\r" if watched and not last else "\n", flush=True)
 
-    yield print_line
+    return say
 
 
 @torch.no_grad()
@@ -324,7 +313,7 @@ def run(args: argparse.Namespace) -> int:
     size = ON_GPU if device.type == "cuda" else ON_CPU
     if args.steps is not None:
         if args.steps < 2:
-            raise ValueError(f"--steps must be at least 2, got {args.steps}")
+            raise UsageError(f"--steps must be at least 2, got {args.steps}")
         size = Size(**{**vars(size), "steps": args.steps})
     training, validation = read_text()
     torch.manual_seed(args.seed)

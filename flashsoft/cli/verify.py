@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cases
+from . import UsageError, cases
 
 FLOOR = 2.0
 Way = Callable[[cases.Tensors], Tensor]
@@ -153,28 +153,28 @@ def compare(ways: dict[str, Way], tensors: cases.Tensors, whole: Tensor | None, 
 
 
 def pick_device(asked: str | None) -> torch.device:
-    """The device asked for, or the GPU if there is one. ValueError if it is not here."""
+    """The device asked for, or the GPU if there is one. UsageError if it is not here."""
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(asked)
     except RuntimeError as wrong:
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {asked!r}") from wrong
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {asked!r}") from wrong
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {asked!r}")
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {asked!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device must be one of this machine's, got {asked!r} of {torch.cuda.device_count()} GPUs")
+        raise UsageError(f"--device must be one of this machine's, got {asked!r} of {torch.cuda.device_count()} GPUs")
     return device
 
 
 def usable_backends(device: torch.device, asked: str | None) -> list[str]:
-    """The backends that can run on `device`, or the one asked for; ValueError says why it cannot."""
+    """The backends that can run on `device`, or the one asked for; UsageError says why it cannot."""
     problem, target = dispatch.Problem("attention", device, torch.float32), dispatch.target_of(device)
     reasons = {backend.name: backend.why_not(problem, target) for backend in dispatch.BACKENDS}
     if asked is None:
         return [name for name, reason in reasons.items() if reason is None]
     if asked not in reasons:
-        raise ValueError(f"--backend must be one of {', '.join(reasons)}, got {asked!r}")
+        raise UsageError(f"--backend must be one of {', '.join(reasons)}, got {asked!r}")
     if reasons[asked] is not None:
-        raise ValueError(f"--backend {asked} cannot run on {device}: {reasons[asked]}")
+        raise UsageError(f"--backend {asked} cannot run on {device}: {reasons[asked]}")
     return [asked]

@@ -7,7 +7,8 @@ if _knobs.runtime.interpret:
 
 from .backward import attention_backward
 from .forward import attention_forward
-from .logits import fused_softmax_backward, fused_softmax_forward
+from .logits import fused_softmax_forward
+from .logits_backward import fused_softmax_backward
 from .rows import (
     log_softmax_backward,
     log_softmax_forward,

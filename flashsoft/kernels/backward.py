@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..tuning.attention import backward_config, input_precision, padded
+from ..tuning.attention import ROW_PADDING, backward_config, input_precision, padded
 from .forward import positive_scale
 from .masking import runs, seen, visible
 from .softmax import settle, weights
@@ -260,9 +260,7 @@ def attention_backward(
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if lse.numel() == 0 or Sk == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    config = backward_config(query, Dv)
-    # one padded length serves all three kernels: no config owns more than 128 queries
-    padded_Sq = triton.cdiv(Sq, 128) * 128
+    padded_Sq = triton.cdiv(Sq, ROW_PADDING) * ROW_PADDING
     settled, delta = lse.new_empty(2, B * Hq, padded_Sq)
     keep = None if keep is None else keep.view(torch.uint8)
     keep_strides = None if keep is None else keep.stride()
@@ -277,6 +275,7 @@ def attention_backward(
     )
     q_strides, k_strides, v_strides, dout_strides = query.stride(), key.stride(), value.stride(), dout.stride()
     with on_device(query):
+        config = backward_config(query, Dv)
         rows = config.prepare_rows
         attention_prepare_kernel[(padded_Sq // rows * B * Hq,)](
             out, dout, dlse, lse, settled, delta, out.stride(), dout_strides, None if dlse is None else dlse.stride(),

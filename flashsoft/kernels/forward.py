@@ -117,9 +117,9 @@ def attention_forward(
     lse = query.new_empty(B, Hq, Sq, dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    config = forward_config(query, Dv)
     keep = None if keep is None else keep.view(torch.uint8)
     with on_device(query):
+        config = forward_config(query, Dv)
         attention_forward_kernel[(triton.cdiv(Sq, config.block_m) * B * Hq,)](
             query, key, value, keep, out, lse,
             query.stride(), key.stride(), value.stride(), None if keep is None else keep.stride(), out.stride(),

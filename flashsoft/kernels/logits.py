@@ -1,10 +1,10 @@
 """Fused temperature, bias, mask, top-k and softmax of logits.
 
-A row that fits one tile is read once, stays on chip and is written once (several short rows a program); its
-bytes are those of x, y, and of mask and bias where they are full. A wider row is one program's loop over
-tiles: two passes without top-k; with it one for the maxima, one for every two bits of the threshold (a few
-for bfloat16, some ten for float32), one for s and one for y. All but the first read from L2. Nothing of the
-size of x is stored besides y.
+A row that fits one tile is read once, stays on chip and is written once (several short rows a program); its bytes are
+those of x, y, and of mask and bias where they are full. A wider row is one program's loop over tiles: two passes
+without top-k; with it one for the maxima, one for every two bits of the threshold (a few for bfloat16, some ten for
+float32), one for s and one for y. All but the first are from L2 as far as the rows in flight fit there. Nothing of
+the size of x is stored besides y.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from ..tuning import logits as tuning
-from .logits_backward import fused_softmax_backward
 from .scores import fold_given, last_stride, row_inverse, score_tile, split_temperature
 from .softmax import exponential, finish, pivot, update
 from .tiles import on_device, row_offset
@@ -30,8 +29,6 @@ from .top_k import (
     tile_threshold,
     unresolved,
 )
-
-__all__ = ["fused_softmax_backward", "fused_softmax_forward"]
 
 
 @triton.jit
@@ -55,7 +52,9 @@ def short_forward_kernel(
     live = row < rows
     columns = tl.arange(0, BLOCK)
     inside = live[:, None] & (columns < N)[None, :]
-    scale, poisoned = row_inverse(inverse, temperature_ptr, row, live, sizes, temperature_strides)
+    scale, poisoned = row_inverse(
+        inverse, temperature_ptr, row, live, sizes, temperature_strides, WITH_BIAS=bias_ptr is not None
+    )
     score = score_tile(
         columns, inside, x_ptr, row_offset(row, sizes, x_strides), x_step,
         mask_ptr, row_offset(row, sizes, mask_strides), mask_step,
@@ -101,7 +100,9 @@ def wide_forward_kernel(
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     live = row >= 0
     i = (row % sizes[0]).to(tl.int32)
-    scale, poisoned = row_inverse(inverse, temperature_ptr, row, live, sizes, temperature_strides)
+    scale, poisoned = row_inverse(
+        inverse, temperature_ptr, row, live, sizes, temperature_strides, WITH_BIAS=bias_ptr is not None
+    )
     row_scale = scale
     if bias_ptr is not None:
         scale = tl.full((1,), 1.0, tl.float32)
@@ -227,11 +228,7 @@ def fused_softmax_forward(
     if x.numel() == 0:
         return y, lse.fill_(float("-inf"))
     N, rows = x.shape[-1], lse.numel()
-    row_temperature, inverse = split_temperature(temperature)
-    if lo is not None or hi is not None:
-        # beyond these bounds a band keeps all or nothing, so that i + lo and i + hi stay small integers
-        lo = None if lo is None else min(max(lo, -x.shape[-2]), N)
-        hi = None if hi is None else min(max(hi, -x.shape[-2]), N)
+    row_temperature, inverse = split_temperature(temperature, bias is not None)
     row_k = top_k if isinstance(top_k, torch.Tensor) else None
     k = min(top_k, N) if isinstance(top_k, int) else 0
     if mask is not None:

@@ -81,7 +81,7 @@ def backward_kernel(
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    scale, _ = row_inverse(inverse, temperature_ptr, row, live, sizes, temperature_strides)
+    scale, _ = row_inverse(inverse, temperature_ptr, row, live, sizes, temperature_strides, WITH_BIAS=False)
     dy_rows = dy_ptr + row_offset(row, sizes, dy_strides)
     y_rows = y_ptr + row_offset(row, sizes, y_strides)
     dx_rows = dx_ptr + row_offset(row, sizes, dx_strides)
@@ -172,7 +172,7 @@ def fused_softmax_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """dx, dtemperature (one a row), dbias (as bias); the last two None unless needed; see `reference`."""
     dx = torch.empty_like(x)
-    row_temperature, inverse = split_temperature(temperature)
+    row_temperature, inverse = split_temperature(temperature, with_bias=False)
     dtemperature = None
     if need_temperature and row_temperature is not None:
         dtemperature = row_temperature.new_empty(row_temperature.shape)

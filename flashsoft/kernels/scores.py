@@ -9,18 +9,21 @@ import triton.language as tl
 from .tiles import fold_rows, row_offset
 
 MAX_INVERSE = 1e38  # 1 / T stays finite, so that (x - m) / T is 0 at the maximum however small T is
+MAX_INVERSE_WITH_BIAS = 1e30  # and x / T + bias stays finite too, for scores to 1e8
 MIN_INVERSE = 1.2e-38  # and is normal, so that -inf / T is -inf however large T is
 LARGEST: tl.constexpr = tl.constexpr(MAX_INVERSE)
+LARGEST_WITH_BIAS: tl.constexpr = tl.constexpr(MAX_INVERSE_WITH_BIAS)
 SMALLEST: tl.constexpr = tl.constexpr(MIN_INVERSE)
 
 
 @triton.jit
-def row_inverse(inverse, temperature_ptr, row, live, sizes, strides):
+def row_inverse(inverse, temperature_ptr, row, live, sizes, strides, WITH_BIAS: tl.constexpr):
     """1 / T of each row, finite and positive, and which rows become NaN for a T that is NaN or negative."""
     if temperature_ptr is not None:
+        MOST: tl.constexpr = LARGEST_WITH_BIAS if WITH_BIAS else LARGEST
         T = tl.load(temperature_ptr + row_offset(row, sizes, strides), mask=live, other=1.0).to(tl.float32)
-        scale = tl.minimum(tl.maximum(1.0 / tl.where(T > 0.0, T, 1.0), SMALLEST), LARGEST)
-        return tl.where(T == 0.0, LARGEST, scale), (T >= 0.0) == 0
+        scale = tl.minimum(tl.maximum(1.0 / tl.where(T > 0.0, T, 1.0), SMALLEST), MOST)
+        return tl.where(T == 0.0, MOST, scale), (T >= 0.0) == 0
     else:
         return tl.zeros_like(row).to(tl.float32) + inverse, row < 0
 
@@ -54,11 +57,12 @@ def score_tile(
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
-def split_temperature(temperature: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
+def split_temperature(temperature: float | torch.Tensor, with_bias: bool) -> tuple[torch.Tensor | None, float]:
     """A temperature a row, or 1 / T for all of them."""
     if isinstance(temperature, torch.Tensor):
         return temperature, 1.0
-    return None, min(max(1.0 / temperature, MIN_INVERSE), MAX_INVERSE)
+    most = MAX_INVERSE_WITH_BIAS if with_bias else MAX_INVERSE
+    return None, min(max(1.0 / temperature, MIN_INVERSE), most)
 
 
 def last_stride(tensor: torch.Tensor | None) -> int:

@@ -3,8 +3,7 @@
 A ladder lists tiles from the fastest down to the smallest; a problem gets the first that fits the shared memory of
 its device. The 16-bit ladders for Hopper were measured on an H200 (torch 2.11, triton 3.6, 2026-11-30; bf16, B * S =
 16,384, S = 4,096, causal and not) among four to eight tiles each. All others were chosen by the compiler's word, the
-largest tiles that do not spill on sm_80, and no device has timed them. Sequence lengths play no part, so that no
-length compiles or tunes anew.
+largest tiles that do not spill on sm_80, and no device has timed them. Sequence lengths play no part.
 """
 
 from __future__ import annotations
@@ -102,6 +101,7 @@ PREPARE_ROWS = 32
 # The interpreter's time goes by tiles, not by their size, but tests want several of them in short sequences.
 INTERPRETED = TileConfig(32, 32, 4, 1)
 
+ROW_PADDING = 128  # per-row statistics of the backward are padded to whole tiles of so many queries, the most allowed
 SCRATCH = 2048  # bytes of shared memory left for reductions and per-row statistics
 
 
@@ -111,10 +111,13 @@ def padded(head_dim: int) -> int:
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """float32 products in full, unless torch is allowed TF32 for its own."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "ieee"
+    """float32 products in full, unless torch is allowed TF32 for its own (by its old settings or its new ones)."""
+    if dtype != torch.float32:
+        return "ieee"
+    allowed = torch.backends.cuda.matmul.fp32_precision
+    if allowed == "none":
+        allowed = getattr(torch.backends, "fp32_precision", "none")
+    return "tf32" if allowed == "tf32" else "ieee"
 
 
 def legal(tile: TileConfig, owned: int, streamed: int, row_bytes: int, limit: int) -> bool:
@@ -125,6 +128,7 @@ def legal(tile: TileConfig, owned: int, streamed: int, row_bytes: int, limit: in
     sizes = (tile.block_m, tile.block_n)
     return (
         all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+        and tile.block_m <= ROW_PADDING
         and (owned + tile.num_stages * streamed) * row_bytes + SCRATCH <= limit
     )
 
@@ -139,7 +143,7 @@ class Device:
 
 @functools.cache
 def device(index: int) -> Device:
-    """The facts of GPU `index`, from Triton's driver."""
+    """The facts of GPU `index`, the current one, from Triton's driver."""
     driver = triton.runtime.driver.active
     target = driver.get_current_target()
     limit = int(driver.utils.get_device_properties(index)["max_shared_mem"])
