@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 import torch
@@ -53,7 +54,7 @@ def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, backend: s
     if dtype == torch.float64:
         x = x.to(dtype)
     rows = x if dim == x.ndim - 1 else x.movedim(dim, -1)
-    y: Tensor = ops.call(name, rows, dtype or x.dtype, backend or "")
+    y: Tensor = ops.call(name, rows, dtype or x.dtype, checks.backend(backend))
     return y if dim == x.ndim - 1 else y.movedim(-1, dim)
 
 
@@ -67,7 +68,7 @@ def logsumexp(x: Tensor, dim: int = -1, *, keepdim: bool = False, backend: str |
     """
     checks.tensor("x", x)
     dim = checks.dimension(x, dim)
-    lse: Tensor = ops.call("logsumexp", x.movedim(dim, -1), backend or "")
+    lse: Tensor = ops.call("logsumexp", x.movedim(dim, -1), checks.backend(backend))
     return lse.unsqueeze(dim) if keepdim else lse
 
 
@@ -154,7 +155,7 @@ def fused_softmax(
         None if bias is None else bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape).movedim(dim, -1),
         None if isinstance(top_k, Tensor) else top_k,
         _per_row(top_k, rows, dim),
-        backend or "",
+        checks.backend(backend),
     )
     y = y.movedim(-1, dim)
     return (y, lse) if return_lse else y
@@ -245,7 +246,7 @@ def attention(
         D**-0.5 if scale is None else checks.number("scale", scale),
         spec.lo,
         spec.hi,
-        backend or "",
+        checks.backend(backend),
     )
     return (out, lse) if return_lse else out
 
@@ -255,7 +256,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(t, Tensor) for t in tensors):
         return tensors
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
@@ -317,11 +318,12 @@ def scaled_dot_product_attention(
     rows = [x.expand(*lead, *x.shape[-apart:]) for x in (query, key, value)]
     rows = [x if x.ndim > 2 else x.unsqueeze(0) for x in rows]
     heads = rows[0].shape[:-2]
+    batch = math.prod(heads[:-1])  # not -1, which torch cannot infer where another size is 0
     if isinstance(mask, Tensor):
         scores = (*lead, *query.shape[-apart:-1], key.shape[-2])
         checks.broadcastable("attn_mask", mask, scores, "the scores")
-        mask = mask.expand(scores).reshape(-1, heads[-1], *scores[-2:])
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in rows)
+        mask = mask.expand(scores).reshape(batch, heads[-1], *scores[-2:])
+    q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in rows)
     out = attention(q, k, v, mask=mask, scale=scale)
     return out.reshape(*lead, *query.shape[-apart:-1], value.shape[-1])
 

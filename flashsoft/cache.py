@@ -36,6 +36,7 @@ class KVCache:
         for name, value in sizes.items():
             checks.size(name, value, least=0 if name in ("batch", "max_length") else 1)
         self.key = torch.zeros(*sizes.values(), device=device, dtype=dtype)
+        checks.tensor("dtype", self.key)
         self.value = torch.zeros_like(self.key)
         self.length = 0
 

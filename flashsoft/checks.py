@@ -16,6 +16,7 @@ from . import env, masks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 256
+MAX_INT = 1 << 1023  # the largest power of two that is a float too
 
 
 def tensor(name: str, value: Any, ndim: int | None = None, layout: str = "") -> None:
@@ -68,6 +69,8 @@ def mask(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
     if value is not None and not isinstance(value, masks.Mask | Tensor):
         raise TypeError(f"mask must be a boolean tensor or a mask such as Causal(), got {type(value).__name__}")
     for term in masks.terms(value):
+        if not isinstance(term, masks.Causal | masks.Window | Tensor):
+            raise TypeError(f"mask must be made of Causal, Window and boolean tensors, got {type(term).__name__}")
         if isinstance(term, Tensor):
             if term.dtype != torch.bool:
                 raise TypeError(f"mask must be boolean (True = takes part), got {term.dtype}")
@@ -79,12 +82,20 @@ def mask(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
     return masks.resolve(value, Sq, Sk)
 
 
+def backend(value: Any) -> str:
+    """The name of a backend for an operator, "" to have one chosen. Which names there are, `dispatch` says."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"backend must be a name or None, got {type(value).__name__}")
+    return value or ""
+
+
 def number(name: str, value: Any, *, positive: bool = False) -> float:
     """A finite number, above 0 if so asked."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     # not math.isfinite, which torch.compile(dynamic=True) cannot trace on a symbolic float
-    if not -math.inf < value < math.inf or (positive and value <= 0):
+    too_large = isinstance(value, int) and abs(value) > MAX_INT
+    if too_large or not -math.inf < value < math.inf or (positive and value <= 0):
         raise ValueError(f"{name} must be finite{' and > 0' if positive else ''}, got {value}")
     return float(value)
 
@@ -119,12 +130,18 @@ def per_row(name: str, value: Tensor, x: Tensor, dim: int) -> Tensor:
     return value.unsqueeze(dim)
 
 
+def _contents_can_be_read(value: Tensor) -> bool:
+    """FLASHSOFT_CHECK is set, and there are contents: not while tracing, under torch.func or on the meta device."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return env.CHECK and not traced and value.device.type != "meta"
+
+
 def temperature(value: Any, x: Tensor, dim: int) -> float | Tensor:
     """A number > 0, or one a row."""
     if not isinstance(value, Tensor):
         return number("temperature", value, positive=True)
     tensor("temperature", value)
-    if env.CHECK and not bool((value > 0).all()):
+    if _contents_can_be_read(value) and not bool((value > 0).all()):
         raise ValueError("temperature must be > 0 in every row, got an entry that is not")
     return per_row("temperature", value, x, dim)
 
@@ -136,7 +153,7 @@ def top_k(value: Any, x: Tensor, dim: int) -> int | Tensor | None:
     if isinstance(value, Tensor):
         if value.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"top_k must be an int, or an int32 or int64 tensor, got {value.dtype}")
-        if env.CHECK and not bool((value >= 1).all()):
+        if _contents_can_be_read(value) and not bool((value >= 1).all()):
             raise ValueError("top_k must be >= 1 in every row, got an entry that is not")
         return per_row("top_k", value, x, dim)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -175,7 +192,7 @@ def attention(query: Any, key: Any, value: Any) -> None:
     for name, size in (("query", D), ("value", value.shape[3])):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must have a head size (last dimension) of 1 to {MAX_HEAD_DIM}, got {size}")
-    if Hkv == 0 or Hq % Hkv != 0:
+    if (Hkv == 0 and Hq != 0) or (Hkv != 0 and Hq % Hkv != 0):
         raise ValueError(f"query must have a multiple of key's {Hkv} heads, got {Hq} (shape {tuple(query.shape)})")
 
 
@@ -184,6 +201,8 @@ def partial_results(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
     for name, value in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         tensor(name, value)
         on_device(name, value, "out_a", out_a.device)
+    if out_a.ndim == 0:
+        raise ValueError("out_a must be (..., Dv), got a scalar tensor")
     if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
         a, b = (f"{tuple(out.shape)} of {out.dtype}" for out in (out_a, out_b))
         raise ValueError(f"out_b must be like out_a, {a}, got {b}")

@@ -8,7 +8,7 @@ tensor (True = takes part) is a mask too. All of them combine with `&`, and ever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,14 @@ class Mask:
         return All((self, other))
 
     __rand__ = __and__
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Tensor & mask comes here from torch, in eager code and when torch.compile traces either order."""
+        joins = (torch.Tensor.__and__, torch.Tensor.__rand__, torch.Tensor.bitwise_and, torch.bitwise_and)
+        return All(tuple(args)) if func in joins else NotImplemented
 
     def _parts(self) -> tuple[Mask | torch.Tensor, ...]:
         return (self,)

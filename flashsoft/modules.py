@@ -172,7 +172,10 @@ class FusedAttention(nn.Module):
         if mask is not None:
             _mask(mask)
         # tensors of the mask are buffers, so that they follow the module to its device
-        keep = masks.resolve(mask, 0, 0).keep
+        try:
+            keep = masks.resolve(mask, 0, 0).keep
+        except RuntimeError as error:
+            raise ValueError(f"mask must be made of tensors that broadcast to one another: {error}") from None
         if keep is not None and keep.dtype != torch.bool:
             raise TypeError(f"mask must be boolean (True = takes part), got {keep.dtype}")
         self.register_buffer("keep", keep if keep is None or device is None else keep.to(device), persistent=False)
@@ -206,9 +209,13 @@ class FusedAttention(nn.Module):
             TypeError: x or context not floating, a mask that is not boolean.
         """
         _sequence("x", x, self.embed_dim)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
         source = x
         if context is not None:
             _sequence("context", context, self.context_dim)
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context must have x's batch size {x.shape[0]}, got shape {tuple(context.shape)}")
             if cache is not None:
                 raise ValueError("cache must be None with a context, whose keys do not grow, got both")
             if self.rotary_base is not None:
@@ -238,7 +245,7 @@ class FusedAttention(nn.Module):
         return api.attention(query, key, value, mask=mask, scale=self.scale)
 
     def _joined(self, mask: api.MaskLike) -> api.MaskLike:
-        """The module's mask and the call's; as `All`: torch.compile cannot trace `band & tensor`."""
+        """The module's mask and the call's."""
         parts = [part for part in (self.band, self._buffers["keep"], mask) if part is not None]
         for part in parts:
             _mask(part)

@@ -30,6 +30,8 @@ def _backend(op: str, x: Tensor, requested: str) -> types.ModuleType:
 
 def _band(lo: int | None, hi: int | None, Sq: int, Sk: int) -> tuple[int | None, int | None]:
     """The same band with bounds that 32-bit arithmetic on positions cannot overflow: j - i lies within -Sq..Sk."""
+    if lo is not None and hi is not None and lo > hi:
+        return Sk, -Sq  # nothing is visible, and so nothing is to be loaded either
     near = (None if bound is None else max(-Sq, min(bound, Sk)) for bound in (lo, hi))
     return next(near), next(near)
 

@@ -62,7 +62,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     s = scale_a + scale_b
     empty = s == 0.0
     mass = s.masked_fill(empty, 1.0)
-    out = (out_a * scale_a + out_b * scale_b) / mass
+    # what lies over no keys has no say, whatever stands in it
+    out_a_or_0, out_b_or_0 = torch.where(a == NEG_INF, 0.0, out_a), torch.where(b == NEG_INF, 0.0, out_b)
+    out = (out_a_or_0 * scale_a + out_b_or_0 * scale_b) / mass
     lse = (at + torch.log(mass)).masked_fill(empty, NEG_INF)
     return out.to(out_a.dtype), lse.squeeze(-1)
 
@@ -162,7 +164,7 @@ def fused_softmax_forward(
     if lo is not None or hi is not None:
         keep = keep & band(z.shape[-2], z.shape[-1], lo, hi, z.device)
     # with a bias x / T is a number of its own, and stays finite for scores to 1e8
-    scale = _inverse_temperature(temperature, 1e38 if bias is None else 1e30)
+    scale = _inverse_temperature(temperature, z.dtype, with_bias=bias is not None)
     if bias is not None:
         z, scale = z * scale + bias.to(z.dtype), torch.ones_like(scale) if isinstance(scale, Tensor) else 1.0
     z = z.masked_fill(~keep, NEG_INF)
@@ -196,7 +198,7 @@ def fused_softmax_backward(
     if dlse is not None:
         shift = shift - dlse.unsqueeze(-1)
     dz = y_wide * torch.where(kept, dy_wide - shift, 0.0)
-    scale = _inverse_temperature(temperature)
+    scale = _inverse_temperature(temperature, y_wide.dtype)
     dx = torch.empty_like(x).copy_(dz * scale)
     dtemperature = None
     if need_temperature:
@@ -207,12 +209,15 @@ def fused_softmax_backward(
     return dx, dtemperature, dbias
 
 
-def _inverse_temperature(temperature: float | Tensor, most: float = 1e38) -> float | Tensor:
-    """1 / T, kept finite: (x - m) / T must stay 0 at the maximum however small T is. NaN for T < 0."""
+def _inverse_temperature(temperature: float | Tensor, dtype: torch.dtype, with_bias: bool = False) -> float | Tensor:
+    """1 / T for scores of `dtype`, NaN for T < 0; finite, so that (x - m) / T is 0 at the maximum however small T is,
+    and x / T + bias is a number; not 0, so that -inf / T is -inf."""
+    least = torch.finfo(dtype).tiny
+    most = (1e30 if with_bias else 1e38) if dtype == torch.float32 else (1e150 if with_bias else 1e300)
     if isinstance(temperature, Tensor):
-        T = temperature.to(wide(temperature.dtype))
-        return (1.0 / T.abs()).clamp(max=most).masked_fill(T < 0.0, float("nan"))
-    return min(1.0 / temperature, most)
+        T = temperature.to(dtype)
+        return (1.0 / T.abs()).clamp(least, most).masked_fill(T < 0.0, float("nan"))
+    return max(min(1.0 / temperature, most), least)
 
 
 # ---- attention ---------------------------------------------------------------------------------------------------
@@ -291,6 +296,8 @@ def attention_forward(
     dtype = wide(query.dtype)
     out = empty_output(query, Dv)
     lse = query.new_empty(B, Hq, Sq, dtype=dtype)
+    if lse.numel() == 0:
+        return out, lse
     for i0 in range(0, Sq, TILE):
         i1 = min(i0 + TILE, Sq)
         q = _grouped(query[:, :, i0:i1].to(dtype) * scale, Hkv)
@@ -331,7 +338,7 @@ def attention_backward(
     dq = torch.empty_like(query)
     dk_wide = torch.zeros_like(key, dtype=dtype)
     dv_wide = torch.zeros_like(value, dtype=dtype)
-    for i0 in range(0, Sq, TILE):
+    for i0 in range(0, Sq if lse.numel() else 0, TILE):
         i1 = min(i0 + TILE, Sq)
         rows = slice(i0, i1)
         q = _grouped(query[:, :, rows].to(dtype) * scale, Hkv)

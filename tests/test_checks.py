@@ -212,3 +212,26 @@ def test_checks_do_not_wait_for_the_device(device: torch.device) -> None:
         flashsoft.softmax(q)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_odd_arguments_are_refused_in_a_sentence() -> None:
+    q = torch.zeros(1, 1, 3, 8)
+    with pytest.raises(TypeError, match="backend must be a name or None, got int"):
+        flashsoft.softmax(q, backend=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scale must be finite"):
+        flashsoft.attention(q, q, q, scale=10**400)
+    with pytest.raises(ValueError, match="temperature must be finite and > 0"):
+        flashsoft.fused_softmax(q, 10**400)
+    with pytest.raises(TypeError, match="mask must be made of Causal, Window and boolean tensors, got Mask"):
+        flashsoft.attention(q, q, q, mask=flashsoft.masks.Mask())
+    with pytest.raises(TypeError, match="x must be a strided tensor"):
+        flashsoft.softmax(torch.zeros(3, 3).to_sparse())
+    with pytest.raises(ValueError, match="out_a must be"):
+        flashsoft.merge(*(torch.tensor(0.0) for _ in range(4)))
+    with pytest.raises(TypeError, match="lse_b must be float32"):
+        flashsoft.merge(q, q[..., 0], q, q[..., 0].bfloat16())
+
+
+def test_the_meta_device_needs_no_backend_facts_of_autocast() -> None:
+    q = torch.zeros(1, 2, 3, 8, device="meta")
+    assert flashsoft.attention(q, q, q).shape == q.shape

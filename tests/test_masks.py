@@ -142,3 +142,26 @@ def test_bounds_beyond_every_key_do_not_overflow(far: int, reach: str, backend: 
     scores = torch.randn(40, 40, device=device)
     y = flashsoft.fused_softmax(scores, mask=mask, backend=backend)
     torch.testing.assert_close(y, torch.softmax(scores, -1))
+
+
+def test_a_contradictory_band_sees_and_loads_nothing(backend: str, device: torch.device) -> None:
+    q, k, v = (torch.full((1, 1, 40, 8), float("nan"), device=device).requires_grad_() for _ in range(3))
+    mask = Causal(-3) & Window(0, 0, "upper_left")
+    out, lse = flashsoft.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("order", ["mask & tensor", "tensor & mask"])
+def test_a_tensor_joins_from_either_side_also_when_compiled(order: str, device: torch.device) -> None:
+    keep = torch.rand(5, 5, device=device) > 0.4
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        mask = Causal() & keep if order == "mask & tensor" else keep & Causal()
+        return flashsoft.attention(q, q, q, mask=mask)
+
+    q = torch.randn(1, 2, 5, 8, device=device)
+    want = flashsoft.attention(q, q, q, mask=keep.tril())
+    torch.testing.assert_close(attend(q), want)
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), want)

@@ -154,3 +154,13 @@ def test_compiled(device: torch.device) -> None:
     compiled = torch.compile(flashsoft.merge, fullgraph=True, backend="aot_eager")
     for x, y in zip(compiled(*a, *b), flashsoft.merge(*a, *b), strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_what_lies_over_no_keys_has_no_say(device: torch.device) -> None:
+    """(anything, -inf) is the identity, NaN included, in values and gradients."""
+    nothing = torch.full((2, 3), float("nan"), device=device), torch.full((2,), -torch.inf, device=device)
+    out, lse = torch.randn(2, 3, device=device).requires_grad_(), torch.randn(2, device=device).requires_grad_()
+    for merged in (flashsoft.merge(*nothing, out, lse), flashsoft.merge(out, lse, *nothing)):
+        torch.testing.assert_close(merged, (out, lse))
+        to_out, to_lse = torch.autograd.grad(merged[0].sum() + merged[1].sum(), (out, lse))
+        torch.testing.assert_close((to_out, to_lse), (torch.ones_like(out), torch.ones_like(lse)))

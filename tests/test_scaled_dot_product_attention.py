@@ -107,3 +107,12 @@ def test_bad_shapes() -> None:
         flashsoft.scaled_dot_product_attention(torch.zeros(8), q, q)
     with pytest.raises(ValueError, match="leading dimensions that broadcast"):
         flashsoft.scaled_dot_product_attention(q, torch.zeros(3, 2, 3, 8), torch.zeros(3, 2, 3, 8))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 2, 0, 3, 8), (2, 0, 3, 8), (0, 2, 3, 8), (2, 2, 0, 8)], ids=str)
+def test_empty_dimensions(shape: Shape, device: torch.device) -> None:
+    q, k, v = (draw(shape, device) for _ in range(3))
+    keep = torch.ones(shape[-2], shape[-2], dtype=torch.bool, device=device)
+    out = flashsoft.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+    assert out.shape == shape
+    assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [torch.Size(shape)] * 3
