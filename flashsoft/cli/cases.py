@@ -199,23 +199,15 @@ def torchs(case: Case, tensors: Tensors, whole: Tensor | None, exact: bool) -> T
     return _masked_softmax(query @ key.mT * case.D**-0.5, whole) @ value
 
 
-def rounded_terms(tensors: Tensors, whole: Tensor | None, dout: Tensor) -> Tensors:
-    """Root sums of squares of what is rounded in float32, by gradient.
-
-    dquery and dkey: the terms p * (dp - delta) times a key or a query, which may cancel. dvalue: the terms p * dout
-    times lse, since p = exp(x - lse) carries the rounding of its exponent, eps * |lse| of itself.
-    """
+def cancelling_terms(tensors: Tensors, whole: Tensor | None, dout: Tensor) -> Tensors:
+    """Root sums of squares of the terms of dquery and dkey: p * (dp - delta) times a key or a query."""
     query, key, value = (tensors[name].double() for name in ("query", "key", "value"))
     group, scale = query.shape[1] // key.shape[1], query.shape[3] ** -0.5
     keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    x = query @ keys.mT * scale
-    p = _masked_softmax(x, whole)
-    lse = torch.logsumexp(x if whole is None else x.masked_fill(~whole, float("-inf")), -1, keepdim=True)
+    p = _masked_softmax(query @ keys.mT * scale, whole)
     squares = (p * (dout.double() @ values.mT) * scale).square()
     dkey = (squares.mT @ query.square()).unflatten(1, (-1, group)).sum(2)
-    exponents = (p * torch.where(lse.isfinite(), lse, 0.0)).square()
-    dvalue = (exponents.mT @ dout.double().square()).unflatten(1, (-1, group)).sum(2)
-    return {"dquery": (squares @ keys.square()).sqrt(), "dkey": dkey.sqrt(), "dvalue": dvalue.sqrt()}
+    return {"dquery": (squares @ keys.square()).sqrt(), "dkey": dkey.sqrt()}
 
 
 def _masked_softmax(x: Tensor, keep: Tensor | None) -> Tensor:

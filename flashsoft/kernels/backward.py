@@ -9,6 +9,9 @@ that see them (all query heads of the group, so that dk and dv need no reduction
 over the keys. Seven products of 2 * Sq * Sk * D flops a head in place of five, for results that need no ordering to
 be the same bits every time, and no fp32 buffer the size of query.
 
+In float32 the rounding of lse, eps * |lse| of every weight of a row, would be the largest error: there the queries'
+kernel, which runs first, sums each row's weights, and both kernels divide by that sum, which is 1 but for it.
+
 Rows without mass, and the padding that fills the last query tile, have a settled lse of +inf: every p of theirs is 0.
 """
 
@@ -49,8 +52,8 @@ def attention_prepare_kernel(
 
 @triton.jit
 def _gather_keys(
-    dk, dv, k, v, q_head, q_strides, do_head, do_strides, lse_head, delta_head, keep_head, keep_strides, column0,
-    start, end, Sq, Sk, scale, lo, hi,
+    dk, dv, k, v, q_head, q_strides, do_head, do_strides, lse_head, delta_head, norm_head, keep_head, keep_strides,
+    column0, start, end, Sq, Sk, scale, lo, hi,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -83,6 +86,8 @@ def _gather_keys(
             taken = taken & (rows < Sq)[None, :]
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[None, :], scale)
+        if norm_head is not None:
+            p *= tl.max(tl.load(norm_head + rows[:, None]), 1)[None, :]
         dv = dot_add(p.to(do.dtype), do, dv, PRECISION)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
@@ -94,7 +99,7 @@ def _gather_keys(
 
 @triton.jit(do_not_specialize=["Sq", "padded_Sq", "Sk", "lo", "hi", "Hq", "group"])
 def attention_backward_keys_kernel(
-    query, key, value, dout, settled, delta, keep, dk_out, dv_out, q_strides, k_strides, v_strides, dout_strides,
+    query, key, value, dout, settled, delta, norm, keep, dk_out, dv_out, q_strides, k_strides, v_strides, dout_strides,
     keep_strides, dk_strides, dv_strides, Sq, padded_Sq, Sk, lo, hi, Hq, group, scale, gradient_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -130,25 +135,28 @@ def attention_backward_keys_kernel(
         do_head = head_pointer(dout, dout_strides, b, h)
         lse_head = settled + (b * Hq + h).to(tl.int64) * padded_Sq
         delta_head = delta + (b * Hq + h).to(tl.int64) * padded_Sq
+        norm_head = norm
+        if norm is not None:
+            norm_head = norm + (b * Hq + h).to(tl.int64) * padded_Sq
         keep_head = keep
         if keep is not None:
             keep_head = head_pointer(keep, keep_strides, b, h)
         if back_lo is not None:
             dk, dv = _gather_keys(
-                dk, dv, k, v, q_head, q_strides, do_head, dout_strides, lse_head, delta_head, keep_head, keep_strides,
-                column0, start, inside, Sq, Sk, scale, lo, hi,
+                dk, dv, k, v, q_head, q_strides, do_head, dout_strides, lse_head, delta_head, norm_head, keep_head,
+                keep_strides, column0, start, inside, Sq, Sk, scale, lo, hi,
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
             )  # fmt: skip
         if keep is None:
             dk, dv = _gather_keys(
-                dk, dv, k, v, q_head, q_strides, do_head, dout_strides, lse_head, delta_head, keep_head, keep_strides,
-                column0, inside, edge, Sq, Sk, scale, lo, hi,
+                dk, dv, k, v, q_head, q_strides, do_head, dout_strides, lse_head, delta_head, norm_head, keep_head,
+                keep_strides, column0, inside, edge, Sq, Sk, scale, lo, hi,
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
             )  # fmt: skip
         if back_hi is not None or keep is not None:
             dk, dv = _gather_keys(
-                dk, dv, k, v, q_head, q_strides, do_head, dout_strides, lse_head, delta_head, keep_head, keep_strides,
-                column0, edge, end, Sq, Sk, scale, lo, hi,
+                dk, dv, k, v, q_head, q_strides, do_head, dout_strides, lse_head, delta_head, norm_head, keep_head,
+                keep_strides, column0, edge, end, Sq, Sk, scale, lo, hi,
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
             )  # fmt: skip
     dk_head = head_pointer(dk_out, dk_strides, b, h_kv)
@@ -159,12 +167,13 @@ def attention_backward_keys_kernel(
 
 @triton.jit
 def _gather_queries(
-    dq, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start, end,
-    Sq, Sk, scale, lo, hi,
+    dq, total, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start,
+    end, Sq, Sk, scale, lo, hi,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    SUM_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles of [start, end) to dq of a query tile."""
+    """Adds the key tiles of [start, end) to dq of a query tile, and their weights to `total` if SUM_WEIGHTS."""
     for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         rows = row0 + tl.arange(0, BLOCK_M)
         columns = column0 + tl.arange(0, BLOCK_N)
@@ -183,22 +192,24 @@ def _gather_queries(
         if EDGE:
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[:, None], scale)
+        if SUM_WEIGHTS:
+            total += tl.sum(p, 1)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         ds = p * (dp - row_delta[:, None])
         if EDGE:
             ds = tl.where(taken, ds, 0.0)
         dq = dot_add(ds.to(k.dtype), k, dq, PRECISION)
-    return dq
+    return dq, total
 
 
 @triton.jit(do_not_specialize=["Sq", "padded_Sq", "Sk", "lo", "hi", "Hq", "group"])
 def attention_backward_queries_kernel(
-    query, key, value, dout, settled, delta, keep, dq_out, q_strides, k_strides, v_strides, dout_strides,
+    query, key, value, dout, settled, delta, norm, keep, dq_out, q_strides, k_strides, v_strides, dout_strides,
     keep_strides, dq_strides, Sq, padded_Sq, Sk, lo, hi, Hq, group, scale, gradient_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M queries of one head."""
+    """dq of BLOCK_M queries of one head, and into `norm`, unless it is None, 1 / (the sum of each row's weights)."""
     tiles = tl.cdiv(Sq, BLOCK_M)
     pid = tl.program_id(0)
     row0 = (tiles - 1 - pid % tiles) * BLOCK_M
@@ -218,25 +229,30 @@ def attention_backward_queries_kernel(
     row_lse = tl.load(settled + bh.to(tl.int64) * padded_Sq + rows)
     row_delta = tl.load(delta + bh.to(tl.int64) * padded_Sq + rows)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     last = tl.minimum(row0 + BLOCK_M, Sq) - 1
     start, inside, edge, end = runs(row0, last, Sk, lo, hi, BLOCK_N, ALL_EDGES=keep is not None, TAIL_IS_EDGE=True)
     if lo is not None:
-        dq = _gather_queries(
-            dq, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides,
+        dq, total = _gather_queries(
+            dq, total, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides,
             row0, start, inside, Sq, Sk, scale, lo, hi,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True, SUM_WEIGHTS=norm is not None,
         )  # fmt: skip
     if keep is None:
-        dq = _gather_queries(
-            dq, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides,
+        dq, total = _gather_queries(
+            dq, total, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides,
             row0, inside, edge, Sq, Sk, scale, lo, hi,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False, SUM_WEIGHTS=norm is not None,
         )  # fmt: skip
-    dq = _gather_queries(
-        dq, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides,
+    dq, total = _gather_queries(
+        dq, total, q, do, row_lse, row_delta, k_head, k_strides, v_head, v_strides, keep_head, keep_strides,
         row0, edge, end, Sq, Sk, scale, lo, hi,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True, SUM_WEIGHTS=norm is not None,
     )  # fmt: skip
+    if norm is not None:
+        row_norm = 1.0 / tl.where(total == 0.0, 1.0, total)
+        tl.store(norm + bh.to(tl.int64) * padded_Sq + rows, row_norm)
+        dq *= row_norm[:, None]
     dq_head = head_pointer(dq_out, dq_strides, b, h)
     store_tile(dq_head, dq_strides, rows, rows < Sq, dq * gradient_scale, D, BLOCK_D)
 
@@ -262,6 +278,7 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     padded_Sq = triton.cdiv(Sq, ROW_PADDING) * ROW_PADDING
     settled, delta = lse.new_empty(2, B * Hq, padded_Sq)
+    norm = lse.new_ones(B * Hq, padded_Sq) if query.dtype == torch.float32 else None
     keep = None if keep is None else keep.view(torch.uint8)
     keep_strides = None if keep is None else keep.stride()
     sizes = (Sq, padded_Sq, Sk, lo, hi, Hq, Hq // Hkv, positive_scale(scale), scale)
@@ -281,17 +298,17 @@ def attention_backward(
             out, dout, dlse, lse, settled, delta, out.stride(), dout_strides, None if dlse is None else dlse.stride(),
             Sq, Hq, padded_Sq, DV=Dv, BLOCK_M=rows, BLOCK_DV=padded(Dv),
         )  # fmt: skip
-        tile = config.keys
-        attention_backward_keys_kernel[(triton.cdiv(Sk, tile.block_n) * B * Hkv,)](
-            query, key, value, dout, settled, delta, keep, dk, dv,
-            q_strides, k_strides, v_strides, dout_strides, keep_strides, dk.stride(), dv.stride(),
+        tile = config.queries
+        attention_backward_queries_kernel[(triton.cdiv(Sq, tile.block_m) * B * Hq,)](
+            query, key, value, dout, settled, delta, norm, keep, dq,
+            q_strides, k_strides, v_strides, dout_strides, keep_strides, dq.stride(),
             *sizes, **constants,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
-        tile = config.queries
-        attention_backward_queries_kernel[(triton.cdiv(Sq, tile.block_m) * B * Hq,)](
-            query, key, value, dout, settled, delta, keep, dq,
-            q_strides, k_strides, v_strides, dout_strides, keep_strides, dq.stride(),
+        tile = config.keys
+        attention_backward_keys_kernel[(triton.cdiv(Sk, tile.block_n) * B * Hkv,)](
+            query, key, value, dout, settled, delta, norm, keep, dk, dv,
+            q_strides, k_strides, v_strides, dout_strides, keep_strides, dk.stride(), dv.stride(),
             *sizes, **constants,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
