@@ -82,7 +82,7 @@ PORTABLE: dict[tuple[int, int], Ladders] = {
     ),
     (4, 64): Ladders(
         forward=(TileConfig(32, 32, 8, 1),),
-        keys=(TileConfig(32, 32, 8, 1),),
+        keys=(TileConfig(32, 16, 4, 1),),
         queries=(TileConfig(32, 16, 4, 1),),
     ),
     (4, 128): Ladders(
