@@ -329,8 +329,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv: p is recomputed from lse tile by tile; ds = p * (dp - delta), delta = row(out * dout) - dlse.
 
-    Where one tile holds whole rows, p is also divided by its own sums, which the kernels do not do: they are 1 but for
-    the rounding of lse.
+    Where one tile holds whole rows, p is also divided by its own sums, which are 1 but for the rounding of lse; the
+    kernels do so for all rows in float32.
     """
     B, Hq, Sq, D = query.shape
     Hkv, Sk = key.shape[1], key.shape[2]
