@@ -11,6 +11,8 @@ from torch import Tensor
 from . import checks, dispatch, masks, ops, reference
 
 MaskLike = masks.Mask | Tensor | None
+# a constant, since torch 2.11 cannot trace the question
+AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.autocast_mode.is_autocast_available(kind))
 
 
 def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -256,7 +258,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(t, Tensor) for t in tensors):
         return tensors
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in AUTOCAST or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
