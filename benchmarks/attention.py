@@ -1,6 +1,6 @@
 """Attention forward and backward against the FLASH and cuDNN backends of scaled_dot_product_attention.
 
-    python benchmarks/attention.py --out benchmarks/results
+    flashsoft bench attention --out benchmarks/results      # or: python benchmarks/attention.py
 
 bf16, 16,384 tokens and a hidden size of 2,048 in every case (B = 16384 / S, H = 2048 / D), in memory of (B,
 S, H, D), which every contender takes without a copy. FLOPs: 4 B H S S D forward, half when causal, 2.5
@@ -9,6 +9,7 @@ times that backward. The roof is a bf16 matrix product of 8192^3 in the same run
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import math
@@ -17,14 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import harness
 import torch
-from harness import Case, Contenders
+from harness import Benchmark, Case, Contenders
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashsoft
 
-COLUMNS = ("D", "causal", "S", "B", "H", "direction")
 CHUNK = 1024  # queries of float64 scores at a time
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -116,17 +116,23 @@ def cases(heads: Iterable[int], lengths: Iterable[int], tokens: int, hidden: int
         yield attention_case(tokens // S, hidden // D, S, D, causal, backward)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    args = harness.arguments(__doc__.splitlines()[0], COLUMNS, argv)
+def every(args: argparse.Namespace) -> Iterator[Case]:
+    """All cases, or a few."""
     if args.dry:
-        every = cases((16,), (20,), 40, 32)
-    elif args.quick:
-        every = cases((64, 128), (4096,), 16384, 2048)
-    else:
-        every = cases((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), 16384, 2048)
-    return harness.main("attention", COLUMNS, list(every), [matmul_case(8192)], args)
+        return cases((16,), (20,), 40, 32)
+    if args.quick:
+        return cases((64, 128), (4096,), 16384, 2048)
+    return cases((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), 16384, 2048)
 
+
+BENCHMARK = Benchmark(
+    "attention",
+    ("D", "causal", "S", "B", "H", "direction"),
+    ("sdpa_flash", "sdpa_cudnn"),
+    every,
+    [matmul_case(8192)],
+)
+add_arguments, run = BENCHMARK.add_arguments, BENCHMARK.run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main(sys.modules[__name__]))

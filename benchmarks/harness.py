@@ -1,10 +1,7 @@
-"""How every benchmark here measures: timing in interleaved rounds, errors against float64, a CSV, a table.
+"""How every benchmark here runs: cases and their contenders, errors against float64, a row each, a CSV.
 
-A *case* is one problem (a shape, a dtype, a direction) and its contenders. They are timed in turns, in
-rounds, each round in the reversed order of the one before, so that clocks and temperature favour nobody. A
-sample is one call between two CUDA events, after a write that is larger than the L2 cache and takes longer
-than the host needs to issue the call. Cases whose fastest contender is under GRAPH_BELOW_MS are replayed
-from CUDA graphs.
+A *case* is one problem (a shape, a dtype, a direction) and its contenders. How they are timed is
+`flashsoft.tuning.timing`. All cases are compiled first, by several processes that fill the compilers' caches on disk.
 """
 
 from __future__ import annotations
@@ -13,38 +10,45 @@ import argparse
 import csv
 import datetime
 import gc
+import importlib
+import importlib.metadata
 import math
-import statistics
-import sys
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import table
 import torch
 from torch import Tensor
 
 import flashsoft
+from flashsoft.cli import UsageError
+from flashsoft.tuning import timing
+from flashsoft.tuning.timing import Call
 
-Call = Callable[[], Any]
-GRAPH_BELOW_MS = 0.2
+PRODUCT = "flashsoft"
 SCALE = {"GB/s": 1e9, "TFLOP/s": 1e12}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-FACTS = ("date", "device", "flashsoft", "torch", "triton", "cuda", "cudnn")
+FACTS = ("date", "device", "flashsoft", "torch", "triton", "cuda", "cudnn", "peers")
 MEASURES = (
     "provider", "timing", "samples", "median_ms", "p20_ms", "p80_ms", "rate", "unit",
     "ratio", "roof_share", "max_error", "rms_error", "error",
 )  # fmt: skip
+JOB_MEMORY = 16 << 30  # bytes of the device for one process that compiles
 
 
 @dataclass(frozen=True)
 class Contenders:
     """What `Case.build` returns: inputs are made, nothing has run.
 
-    `providers` make the call to time, the product's first; `pairs` takes a call's result and gives tensors
-    (got, want), want in float64: slices where the whole is too large.
+    `providers` make the call to time; one that raises ModuleNotFoundError is left out. `pairs` takes a call's result
+    and gives tensors (got, want), want in float64: slices where the whole is too large.
     """
 
     providers: Mapping[str, Callable[[], Call]]
@@ -53,7 +57,10 @@ class Contenders:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: its columns, the work of one call (bytes or FLOPs), the peer of its ratios."""
+    """One problem: its columns, the work of one call (bytes or FLOPs), the peer of its ratios.
+
+    Unit us: the host's time for one call; its rate is that time.
+    """
 
     section: str
     columns: Mapping[str, Any]
@@ -62,67 +69,125 @@ class Case:
     yardstick: str
     build: Callable[[torch.device], Contenders]
 
-
-@dataclass
-class Timing:
-    """The samples of one contender, in milliseconds."""
-
-    how: str
-    samples: list[float] = field(default_factory=list)
-
-    def quantiles(self) -> tuple[float, float, float]:
-        """Median, 20th and 80th percentile."""
-        fifths = statistics.quantiles(self.samples, n=5, method="inclusive")
-        return statistics.median(self.samples), fifths[0], fifths[3]
+    def rate(self, ms: float) -> float:
+        """In `unit`."""
+        return ms * 1e3 if self.unit == "us" else self.work / (ms * 1e-3) / SCALE[self.unit]
 
 
-class Clock:
-    """Times calls on the current CUDA stream, each after the L2 cache was overwritten."""
+@dataclass(frozen=True)
+class Benchmark:
+    """What a file of declarations declares; `cases` takes the command's arguments (`quick`, `dry`)."""
 
-    def __init__(self) -> None:
+    name: str
+    columns: Sequence[str]
+    peers: Sequence[str]
+    cases: Callable[[argparse.Namespace], Iterable[Case]]
+    roofs: Sequence[Case] = ()
+    packages: Sequence[str] = ()
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The options that all benchmarks share."""
+        known = ("section", *self.columns)
+        columns = ", ".join(known)
+
+        def clause(text: str) -> tuple[str, set[str]]:
+            key, found, values = text.partition("=")
+            if not found or key not in known:
+                raise argparse.ArgumentTypeError(f"must be COLUMN=VALUE[,VALUE], COLUMN one of {columns}, got {text!r}")
+            return key, set(values.split(","))
+
+        def names(text: str) -> list[str]:
+            wrong = [name for name in text.split(",") if name not in self.peers]
+            if wrong:
+                raise argparse.ArgumentTypeError(f"must be of {', '.join(self.peers)}, got {wrong[0]!r}")
+            return text.split(",")
+
+        parser.add_argument("--out", type=Path, default=Path(), help=f"folder of {self.name}.csv (default: this one)")
+        parser.add_argument("--only", action="append", default=[], type=clause, metavar="COLUMN=VALUE[,VALUE]",
+                            help=f"only such cases; {columns}")  # fmt: skip
+        if "dtype" in self.columns:
+            parser.add_argument("--dtype", dest="only", action="append", type=lambda text: clause(f"dtype={text}"),
+                                metavar="DTYPE[,DTYPE]", help="the same as --only dtype=")  # fmt: skip
+        parser.add_argument("--peers", type=names, metavar="PEER[,PEER]",
+                            help=f"of {', '.join(self.peers)} (default: all that are installed)")  # fmt: skip
+        parser.add_argument("--quick", action="store_true", help="a few cases")
+        parser.add_argument("--budget", type=float, default=math.inf, help="seconds, then no case starts")
+        parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU, no timing")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Measures, writes `name`.csv (dry: `name`-dry.csv), prints the table; 1 if the product failed."""
+        if not args.dry and not torch.cuda.is_available():
+            raise UsageError("no CUDA GPU here; --dry runs tiny shapes on the CPU")
+        cases = self.chosen(args)
+        if not cases:
+            raise UsageError("no case is left by --only and --dtype")
+        began = time.monotonic()
+        device = torch.device("cpu" if args.dry else "cuda")
+        path = args.out / f"{self.name}{'-dry' if args.dry else ''}.csv"
+        if not args.dry:
+            ran = self._compile(args, len(cases), began + args.budget / 2)
+            print(f"compiled in {time.monotonic() - began:.0f} s: {ran} calls", flush=True)
+        torch.manual_seed(0)
+        # one stream of our own: CUDA graphs cannot be captured on the default one
+        with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+            sweep = Sweep(path, self, device)
+            try:
+                if not args.dry:
+                    sweep.roofs(self.roofs)
+                for i, case in enumerate(cases):
+                    if time.monotonic() > began + args.budget:
+                        print(f"out of budget: {len(cases) - i} of {len(cases)} cases left out")
+                        break
+                    sweep.run(case, args.peers)
+            finally:
+                sweep.close()
+        for name, why in sweep.missing.items():
+            print(f"left out: {name}, {why}")
+        print(f"\n{label(sweep.facts)}\n\n{table.markdown(path)}\n\n{path}: {time.monotonic() - began:.0f} s")
+        return int(sweep.failed)
+
+    def chosen(self, args: argparse.Namespace) -> list[Case]:
+        """The cases that every `--only` allows."""
+
+        def allowed(case: Case) -> bool:
+            named = {"section": case.section, **case.columns}
+            return all(str(named.get(key)) in values for key, values in args.only)
+
+        return [case for case in self.cases(args) if allowed(case)]
+
+    def _compile(self, args: argparse.Namespace, count: int, until: float) -> int:
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        size = min(1 << 30, max(1 << 28, memory // 16))
-        self.flush = torch.empty(size, dtype=torch.uint8, device="cuda")
+        jobs = max(1, min((os.cpu_count() or 2) // 2, memory // JOB_MEMORY, count))
+        asked = argparse.Namespace(only=args.only, peers=args.peers, quick=args.quick, dry=args.dry)
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            runs = [pool.submit(call_once, self.name, asked, index) for index in range(count)]
+            done, _ = wait(runs, None if until == math.inf else until - time.monotonic())
+            pool.shutdown(cancel_futures=True)
+        return sum(run.result() for run in done if run.exception() is None)
 
-    def rounds(self, calls: Sequence[Call], count: int) -> list[list[float]]:
-        """`count` samples in milliseconds of every call, the order reversed from round to round."""
-        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
-        for turn in range(count):
-            order = range(len(calls)) if turn % 2 == 0 else reversed(range(len(calls)))
-            for i in order:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self.flush.zero_()
-                start.record()
-                calls[i]()
-                end.record()
-                spans[i].append((start, end))
+
+def call_once(name: str, args: argparse.Namespace, index: int) -> int:
+    """Calls every contender of a case, so that compilers fill their caches on disk; how many ran.
+
+    What fails here fails again, and is reported, when it is measured.
+    """
+    device = torch.device("cpu" if args.dry else "cuda")
+    benchmark: Benchmark = importlib.import_module(name).BENCHMARK
+    ran = 0
+    for make in wanted(benchmark.chosen(args)[index].build(device), args.peers).values():
+        with suppress(Exception):
+            make()()
+            ran += 1
+    if device.type == "cuda":
         torch.cuda.synchronize()
-        return [[start.elapsed_time(end) for start, end in one] for one in spans]
-
-    def measure(self, calls: Mapping[str, Call]) -> dict[str, Timing]:
-        """Interleaved samples of calls that have run before."""
-        if not calls:
-            return {}
-        estimates = [min(samples) for samples in self.rounds(list(calls.values()), 3)]
-        timed, timings = dict(calls), {name: Timing("events") for name in calls}
-        if min(estimates) < GRAPH_BELOW_MS:
-            for name, call in calls.items():
-                try:
-                    timed[name], timings[name].how = captured(call), "graph"
-                except Exception:  # not capturable: timed as a plain call, and the row says so
-                    torch.cuda.synchronize()
-        count = 30 if max(estimates) < 1 else 20 if max(estimates) < 5 else 10
-        for name, samples in zip(timed, self.rounds(list(timed.values()), count), strict=True):
-            timings[name].samples = samples
-        return timings
+        torch.cuda.empty_cache()
+    return ran
 
 
-def captured(call: Call) -> Call:
-    """The call as a CUDA graph, on the stream that its inputs were made on."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        call()
-    return graph.replay
+def wanted(contenders: Contenders, peers: Sequence[str] | None) -> dict[str, Callable[[], Call]]:
+    """The product and the peers asked for; None is all."""
+    asked = contenders.providers.keys() if peers is None else (PRODUCT, *peers)
+    return {name: make for name, make in contenders.providers.items() if name in asked}
 
 
 def deviations(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -143,61 +208,46 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def facts(device: torch.device) -> dict[str, str]:
-    """Where and when this run takes place."""
-    try:
-        import triton
+def version(package: str) -> str:
+    """Of an installed package, or nothing."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
 
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = ""
+
+def facts(device: torch.device, packages: Sequence[str]) -> dict[str, str]:
+    """Where, when and with what this run takes place."""
     on_gpu = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "flashsoft": flashsoft.__version__,
         "torch": torch.__version__,
-        "triton": triton_version,
+        "triton": version("triton"),
         "cuda": torch.version.cuda or "",
         "cudnn": str(torch.backends.cudnn.version() or "") if on_gpu else "",
+        "peers": " ".join(f"{package}={version(package)}" for package in packages if version(package)),
     }
 
 
 class Sweep:
-    """Runs cases one by one, writes a row per contender as it goes, and keeps the rows for the table."""
+    """Runs cases one by one and writes a row per contender as it goes."""
 
-    def __init__(self, path: Path, columns: Sequence[str], device: torch.device, deadline: float) -> None:
-        self.device, self.deadline = device, deadline
-        self.clock = Clock() if device.type == "cuda" else None
-        self.facts = facts(device)
+    def __init__(self, path: Path, benchmark: Benchmark, device: torch.device) -> None:
+        self.device = device
+        self.clock = timing.Clock() if device.type == "cuda" else None
+        self.facts = facts(device, benchmark.packages)
         self.roof: dict[str, float] = {}
-        self.rows: list[dict[str, Any]] = []
+        self.missing: dict[str, str] = {}
+        self.failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, [*FACTS, "section", *columns, *MEASURES])
+        self._writer = csv.DictWriter(self._file, [*FACTS, "section", *benchmark.columns, *MEASURES])
         self._writer.writeheader()
 
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
-
-    def compile(self, cases: Sequence[Case], until: float) -> None:
-        """Calls everything once, so that no compiler runs between timed cases; failures show later."""
-        for case in cases:
-            if time.monotonic() > until:
-                return
-            try:
-                contenders = case.build(self.device)
-                for make in contenders.providers.values():
-                    try:
-                        make()()
-                    except Exception:
-                        continue
-            except Exception:
-                continue
-            finally:
-                contenders = None  # type: ignore[assignment]
-                self._release()
 
     def roofs(self, cases: Sequence[Case]) -> None:
         """Measures what no contender can beat; the best rate of a unit is its roof."""
@@ -206,26 +256,27 @@ class Sweep:
                 if row.get("rate"):
                     self.roof[case.unit] = max(self.roof.get(case.unit, 0.0), row["rate"])
 
-    def run(self, case: Case) -> list[dict[str, Any]]:
-        """The rows of one case, written and kept; whatever fails leaves its row with the reason."""
+    def run(self, case: Case, peers: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The rows of one case, written; whatever fails leaves its row with the reason."""
         try:
-            rows = self._measure(case)
+            rows = self._measure(case, peers)
         except Exception as error:
-            rows = [{"provider": "", "error": said(error)}]
+            rows = [{"provider": PRODUCT, "error": said(error)}]
         self._release()
         for row in rows:
             row.update({"section": case.section, **case.columns, "unit": case.unit})
-            self.rows.append(row)
+            self.failed |= row["provider"] == PRODUCT and "error" in row
             self._writer.writerow({**self.facts, **{key: shown(value) for key, value in row.items()}})
             print(line(case, row), flush=True)
         self._file.flush()
         return rows
 
-    def _measure(self, case: Case) -> list[dict[str, Any]]:
+    def _measure(self, case: Case, peers: Sequence[str] | None) -> list[dict[str, Any]]:
         contenders = case.build(self.device)
-        rows: dict[str, dict[str, Any]] = {name: {"provider": name} for name in contenders.providers}
+        rows: dict[str, dict[str, Any]] = {}
         calls: dict[str, Call] = {}
-        for name, make in contenders.providers.items():
+        for name, make in wanted(contenders, peers).items():
+            rows[name] = {"provider": name}
             try:
                 call = make()
                 result = call()
@@ -234,19 +285,22 @@ class Sweep:
                 calls[name] = call
             except Exception as error:
                 rows[name]["error"] = said(error)
+                if isinstance(error, ModuleNotFoundError) and name != PRODUCT:
+                    self.missing[name] = str(error)
+                    del rows[name]
             result = None
         if self.clock is None:
             return list(rows.values())
         try:
-            timings = self.clock.measure(calls)
+            timings = timing.host(calls) if case.unit == "us" else self.clock.measure(calls)
         except Exception as error:
             for name in calls:
                 rows[name]["error"] = said(error)
             return list(rows.values())
-        for name, timing in timings.items():
-            median, p20, p80 = timing.quantiles()
-            rows[name].update(timing=timing.how, samples=len(timing.samples), median_ms=median, p20_ms=p20, p80_ms=p80)
-            rows[name]["rate"] = case.work / (median * 1e-3) / SCALE[case.unit]
+        for name, one in timings.items():
+            median, p20, p80 = one.quantiles()
+            rows[name].update(timing=one.how, samples=len(one.samples), median_ms=median, p20_ms=p20, p80_ms=p80)
+            rows[name]["rate"] = case.rate(median)
             if case.yardstick in timings:
                 rows[name]["ratio"] = timings[case.yardstick].quantiles()[0] / median
             if case.unit in self.roof:
@@ -274,7 +328,7 @@ def line(case: Case, row: Mapping[str, Any]) -> str:
     """One row for the terminal."""
     text = f"{case.section:<14} {label(case.columns):<58} {row['provider']:<15}"
     if "median_ms" in row:
-        text += f" {row['median_ms']:9.4f} ms {row['rate']:7.0f} {case.unit}"
+        text += f" {row['median_ms']:9.4f} ms {row['rate']:7.4g} {case.unit}"
         text += f" ratio {row['ratio']:5.2f}" if "ratio" in row else ""
         text += f" roof {row['roof_share']:4.2f}" if "roof_share" in row else ""
     if "max_error" in row:
@@ -282,106 +336,13 @@ def line(case: Case, row: Mapping[str, Any]) -> str:
     return text + (f" {row['error'][:120]}" if "error" in row else "")
 
 
-def tables(rows: Sequence[Mapping[str, Any]], cases: Sequence[Case], product: str = "flashsoft") -> str:
-    """Markdown, a table a section: each provider's median and rate, the product's ratio and roof share."""
-    parts = []
-    for section in dict.fromkeys(case.section for case in cases):
-        own = [case for case in cases if case.section == section]
-        mine = [row for row in rows if row["section"] == section]
-        of = {
-            (label(case.columns), row["provider"]): row
-            for case in own
-            for row in mine
-            if all(row.get(key) == value for key, value in case.columns.items())
-        }
-        names = list(dict.fromkeys(name for _, name in of))
-        keys = list(own[0].columns)
-        heads = [
-            *keys,
-            *(f"{name} ms ({own[0].unit})" for name in names),
-            f"ratio to {own[0].yardstick}",
-            "roof",
-        ]
-        lines = [f"**{section}**", "", "| " + " | ".join(heads) + " |", "|" + " --: |" * len(heads)]
-        ratios = []
-        for case in own:
-            found = {name: of.get((label(case.columns), name)) for name in names}
-            if not any(found.values()):
-                continue
-            cells = [str(value) for value in case.columns.values()]
-            for row in found.values():
-                timed = row is not None and "median_ms" in row
-                cells.append(f"{row['median_ms']:.4f} ({row['rate']:.0f})" if row and timed else "-")
-            ours = found.get(product) or {}
-            ratios += [ours["ratio"]] if ours.get("ratio") else []
-            cells += [f"{ours[key]:.2f}" if ours.get(key) else "-" for key in ("ratio", "roof_share")]
-            lines.append("| " + " | ".join(cells) + " |")
-        if ratios:
-            lines += ["", f"Geometric mean of the ratio: {statistics.geometric_mean(ratios):.3f}"]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
-def arguments(description: str, columns: Sequence[str], argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line that all benchmarks share."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the CSV file")
-    known = ", ".join(("section", *columns))
-    form = "COLUMN=VALUE[,VALUE]"
-    parser.add_argument("--only", action="append", default=[], metavar=form, help=f"only such cases; {known}")
-    parser.add_argument("--quick", action="store_true", help="a few cases")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds, then no case starts")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU, no timing")
-    args = parser.parse_args(argv)
-    wanted: dict[str, set[str]] = {}
-    for text in args.only:
-        key, found, values = text.partition("=")
-        if not found or key not in ("section", *columns):
-            parser.error(f"--only must be {form} with COLUMN one of {known}, got {text!r}")
-        wanted[key] = set(values.split(","))
-    args.only = wanted
-    if not args.dry and not torch.cuda.is_available():
-        parser.error("no CUDA GPU here; --dry runs tiny shapes on the CPU")
-    return args
-
-
-def chosen(cases: Sequence[Case], only: Mapping[str, set[str]]) -> list[Case]:
-    """The cases that every `--only` allows."""
-
-    def allowed(case: Case) -> bool:
-        named = {"section": case.section, **case.columns}
-        return all(str(named.get(key)) in values for key, values in only.items())
-
-    return [case for case in cases if allowed(case)]
-
-
-def main(
-    name: str, columns: Sequence[str], cases: Sequence[Case], roofs: Sequence[Case], args: argparse.Namespace
-) -> int:
-    """Measures, writes `name`.csv (dry: `name`-dry.csv), prints the tables; 1 if the product failed."""
-    began = time.monotonic()
-    cases = chosen(cases, args.only)
-    if not cases:
-        print("no case is left by --only", file=sys.stderr)
-        return 2
-    torch.manual_seed(0)
-    device = torch.device("cpu" if args.dry else "cuda")
-    path = args.out / f"{name}{'-dry' if args.dry else ''}.csv"
-    # one stream of our own: CUDA graphs cannot be captured on the default one
-    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
-        sweep = Sweep(path, columns, device, began + args.budget)
-        try:
-            if not args.dry:
-                sweep.compile(cases, began + args.budget / 2)
-                print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-                sweep.roofs(roofs)
-            for i, case in enumerate(cases):
-                if time.monotonic() > sweep.deadline:
-                    print(f"out of budget: {len(cases) - i} of {len(cases)} cases left out")
-                    break
-                sweep.run(case)
-        finally:
-            sweep.close()
-    print(f"\n{label(sweep.facts)}\n\n{tables(sweep.rows, cases)}\n\n{path}: {time.monotonic() - began:.0f} s")
-    ours = [row for row in sweep.rows if row["section"] != "roof" and row["provider"] in ("", "flashsoft")]
-    return int(any(row.get("error") for row in ours))
+def main(module: Any) -> int:
+    """A file of this folder as a script: its `add_arguments` and `run`, as `flashsoft bench` calls them."""
+    parser = argparse.ArgumentParser(description=module.__doc__.splitlines()[0])
+    module.add_arguments(parser)
+    args = parser.parse_args()
+    try:
+        code: int = module.run(args)
+    except UsageError as wrong:
+        parser.error(str(wrong))
+    return code

@@ -55,9 +55,9 @@ def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, backend: s
     dim = checks.dimension(x, dim)
     if dtype == torch.float64:
         x = x.to(dtype)
-    rows = x if dim == x.ndim - 1 else x.movedim(dim, -1)
-    y: Tensor = ops.call(name, rows, dtype or x.dtype, checks.backend(backend))
-    return y if dim == x.ndim - 1 else y.movedim(-1, dim)
+    last = dim == x.ndim - 1
+    y: Tensor = ops.call(name, x if last else x.movedim(dim, -1), dtype or x.dtype, checks.backend(backend))
+    return y if last else y.movedim(-1, dim)
 
 
 def logsumexp(x: Tensor, dim: int = -1, *, keepdim: bool = False, backend: str | None = None) -> Tensor:
@@ -255,10 +255,10 @@ def attention(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, floating tensors in its dtype, as torch does for its own attention."""
-    if not all(isinstance(t, Tensor) for t in tensors):
-        return tensors
-    device_type = tensors[0].device.type
+    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else ""
     if device_type not in AUTOCAST or not torch.is_autocast_enabled(device_type):
+        return tensors
+    if not all(isinstance(t, Tensor) for t in tensors):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)

@@ -35,11 +35,12 @@ def dimension(x: Tensor, dim: Any) -> int:
     """`dim` counted from the front."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, got {type(dim).__name__}")
-    if x.ndim == 0:
+    ndim = x.ndim
+    if ndim == 0:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim must be in [{-x.ndim}, {x.ndim - 1}] for x of shape {tuple(x.shape)}, got {dim}")
-    return dim % x.ndim
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"dim must be in [{-ndim}, {ndim - 1}] for x of shape {tuple(x.shape)}, got {dim}")
+    return dim % ndim
 
 
 def output_dtype(dtype: Any) -> None:
@@ -66,7 +67,9 @@ def broadcastable(name: str, value: Tensor, shape: Sequence[int], what: str) -> 
 
 def mask(value: Any, shape: Sequence[int], other: str, device: torch.device) -> masks.MaskSpec:
     """A mask for scores of `shape`, resolved. Integer and float masks are refused: what is added is a bias."""
-    if value is not None and not isinstance(value, masks.Mask | Tensor):
+    if value is None:
+        return masks.MaskSpec()
+    if not isinstance(value, masks.Mask | Tensor):
         raise TypeError(f"mask must be a boolean tensor or a mask such as Causal(), got {type(value).__name__}")
     for term in masks.terms(value):
         if not isinstance(term, masks.Causal | masks.Window | Tensor):
@@ -175,21 +178,21 @@ def bias(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
 def attention(query: Any, key: Any, value: Any) -> None:
     """query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv) fit together."""
     tensor("query", query, 4, "(B, Hq, Sq, D)")
+    device, dtype = query.device, query.dtype
+    B, Hq, _, D = query.shape
     for name, other, layout in (("key", key, "(B, Hkv, Sk, D)"), ("value", value, "(B, Hkv, Sk, Dv)")):
         tensor(name, other, 4, layout)
-        on_device(name, other, "query", query.device)
-        if other.dtype != query.dtype:
-            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {other.dtype}")
-        if other.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got shape {tuple(other.shape)}")
-    if value.shape[1:3] != key.shape[1:3]:
-        raise ValueError(
-            f"value must have key's heads and length {tuple(key.shape[1:3])}, got shape {tuple(value.shape)}"
-        )
-    D, Hq, Hkv = query.shape[3], query.shape[1], key.shape[1]
-    if key.shape[3] != D:
+        on_device(name, other, "query", device)
+        if other.dtype != dtype:
+            raise TypeError(f"{name} must have query's dtype {dtype}, got {other.dtype}")
+        if other.shape[0] != B:
+            raise ValueError(f"{name} must have query's batch size {B}, got shape {tuple(other.shape)}")
+    (_, Hkv, Sk, D_key), (_, heads, length, Dv) = key.shape, value.shape
+    if heads != Hkv or length != Sk:
+        raise ValueError(f"value must have key's heads and length {(Hkv, Sk)}, got shape {tuple(value.shape)}")
+    if D_key != D:
         raise ValueError(f"key must have query's head size {D}, got shape {tuple(key.shape)}")
-    for name, size in (("query", D), ("value", value.shape[3])):
+    for name, size in (("query", D), ("value", Dv)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must have a head size (last dimension) of 1 to {MAX_HEAD_DIM}, got {size}")
     if (Hkv == 0 and Hq != 0) or (Hkv != 0 and Hq % Hkv != 0):

@@ -1,4 +1,7 @@
-"""Which backend runs a problem: one ordered list, and for each entry a pure function that says why not."""
+"""Which backend runs a problem: one ordered list, and for each entry a pure function that says why not.
+
+And whether it can be called at once, since torch's dispatcher would do nothing but call it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from . import env
 from .errors import BackendUnavailableError
@@ -111,13 +117,14 @@ def explain_on(problem: Problem, target: Target, requested: str | None = None) -
     return Explanation(chosen, reasons)
 
 
-def choose(problem: Problem, requested: str | None = None) -> ModuleType:
-    """The module that runs `problem`: the backend asked for by name, or the first without a reason against it."""
-    return _choose(problem, requested or env.BACKEND)
+def choose(op: str, x: Tensor, requested: str | None = None) -> ModuleType:
+    """The module that runs `op` on tensors like x: the backend asked for by name, or the first that has no reason."""
+    return _choose(op, x.device, x.dtype, requested or env.BACKEND)
 
 
 @functools.cache
-def _choose(problem: Problem, requested: str | None) -> ModuleType:
+def _choose(op: str, device: torch.device, dtype: torch.dtype, requested: str | None) -> ModuleType:
+    problem = Problem(op, device, dtype)
     explanation = explain_on(problem, target_of(problem.device), requested)
     if explanation.backend is None:
         why = "; ".join(
@@ -136,3 +143,29 @@ def _passed_over(backend: Backend, problem: Problem, target: Target, requested: 
     if reason is None and backend.fallback and accelerated and requested is None:
         return f'on {target.device_type} it runs only when asked for by name, backend="{backend.name}"'
     return reason
+
+
+_VALUES = frozenset((bool, int, float, str, torch.dtype, type(None)))
+
+
+def unobserved(args: tuple[Any, ...]) -> bool:
+    """Whether an operator would only run: no gradient is wanted, and no mode, tracer, profiler or subclass sees it."""
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
+        return False
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            if arg.requires_grad and torch.is_grad_enabled():
+                return False
+            # negated views and zeros without memory are resolved by the dispatcher
+            if arg.is_meta or arg.is_neg() or arg._is_zerotensor():
+                return False
+        elif kind not in _VALUES:
+            return False
+    return True

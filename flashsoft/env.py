@@ -5,14 +5,21 @@ Variables are read once, at import:
 - `FLASHSOFT_BACKEND`: name of the backend every call runs on (`triton`, `reference`); unset = chosen per call.
 - `FLASHSOFT_CHECK`: `1` also checks the contents of tensors (temperatures, top-k counts); each check waits
   for the device.
+- `FLASHSOFT_TUNING`: the folder of the tables that `flashsoft tune` writes, by default flashsoft/tuning in the
+  user's folder for caches.
 - `FLASHSOFT_LOG`: a level of `logging`, anything else is INFO (which tells the backend chosen, once a kind of problem).
 """
 
 import logging
 import os
+from pathlib import Path
 
 BACKEND: str | None = os.environ.get("FLASHSOFT_BACKEND") or None
 CHECK: bool = os.environ.get("FLASHSOFT_CHECK", "0") not in ("", "0")
+TUNING = Path(
+    os.environ.get("FLASHSOFT_TUNING")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashsoft" / "tuning"
+)
 
 logger = logging.getLogger("flashsoft")
 logger.addHandler(logging.NullHandler())

@@ -226,9 +226,9 @@ def _inverse_temperature(temperature: float | Tensor, dtype: torch.dtype, with_b
 def empty_output(query: Tensor, Dv: int) -> Tensor:
     """An uninitialised (B, Hq, Sq, Dv) laid out like query: (B, Sq, Hq, Dv) in memory if query's heads are inner."""
     B, Hq, Sq, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return query.new_empty(B, Sq, Hq, Dv).transpose(1, 2)
-    return query.new_empty(B, Hq, Sq, Dv)
+    _, head, row, _ = query.stride()
+    strides = (Hq * Sq * Dv, Dv, Hq * Dv, 1) if head < row else (Hq * Sq * Dv, Sq * Dv, Dv, 1)
+    return query.new_empty_strided((B, Hq, Sq, Dv), strides)
 
 
 def _spans(Sk: int, i0: int, i1: int, lo: int | None, hi: int | None) -> Iterator[tuple[int, int]]:

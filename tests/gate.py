@@ -169,7 +169,7 @@ class Driver:
         self.utils = self  # where Triton's drivers keep what asks for properties
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_LIMIT[str(self.target.arch)]}
+        return {"max_shared_mem": SHARED_LIMIT[str(self.target.arch)], "multiprocessor_count": 108}
 
     def get_current_target(self) -> Any:
         return self.target

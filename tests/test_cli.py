@@ -1,4 +1,4 @@
-"""The command: doctor, verify, demo, and what it says of wrong usage."""
+"""The command: doctor, verify, bench, demo, and what it says of wrong usage."""
 
 from __future__ import annotations
 
@@ -131,6 +131,22 @@ def test_agreement_refuses_nan_and_what_is_off() -> None:
     assert not verify.agreement(one_off, theirs, exact).passed
 
 
+def test_bench_measures_and_tabulates_what_it_wrote(tmp_path: Path) -> None:
+    options = ("--dry", "--only", "section=few_rows", "--peers", "torch", "--out", str(tmp_path))
+    done = command("bench", "softmax", *options, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = "| M | N | dtype | direction | flashsoft | torch | to best peer |"
+    assert table in done.stdout
+    assert table in command("bench", "table", str(tmp_path / "softmax-dry.csv")).stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("name", ["softmax", "attention", "host"])
+def test_bench_needs_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", name]) == 2
+    assert capsys.readouterr().err == "flashsoft bench: no CUDA GPU here; --dry runs tiny shapes on the CPU\n"
+
+
 def test_demo_trains_writes_and_agrees() -> None:
     done = command("demo", "--steps", "6", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -173,6 +189,12 @@ def test_demo_text_is_the_same_each_time() -> None:
         (["verify", "--device", "cuda:99"], "--device must be one of this machine's, got 'cuda:99'"),
         (["verify", "--backend", "abacus"], "--backend must be one of triton, reference, got 'abacus'"),
         (["demo", "--steps", "1"], "--steps must be at least 2, got 1"),
+        (["bench"], "required: benchmark"),
+        (["bench", "dance"], "invalid choice: 'dance'"),
+        (["bench", "softmax", "--only", "X=1"], "must be COLUMN=VALUE[,VALUE], COLUMN one of section, M, N, "),
+        (["bench", "softmax", "--peers", "abacus"], "must be of torch, compile, liger, quack, naive, cuda, eager, got"),
+        (["bench", "softmax", "--dry", "--dtype", "fp8"], "no case is left by --only and --dtype"),
+        (["bench", "table", "absent.csv"], "csv must be a file that a benchmark wrote, got absent.csv"),
     ],
 )
 def test_wrong_usage_is_2_in_one_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ SAYS = {
     "04_attention": "[1, 32, 32]",
     "05_transformer_block": "100%",
     "06_generate": "cache has room for 200 tokens",
+    "07_seven_steps": "7 exchanged       1.00 N  1.00 N  100%",
 }
 
 

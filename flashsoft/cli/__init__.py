@@ -10,6 +10,7 @@ from collections.abc import Sequence
 VERBS = {
     "doctor": "what is installed here, which backend runs what, and a tiny checked run of each",
     "verify": "check softmax and attention on this machine against float64 and against torch",
+    "bench": "measure softmax, attention and the host's share against torch and other libraries",
     "demo": "train a small GPT on Python's own sources and check its attention against torch",
 }
 

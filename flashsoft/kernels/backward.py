@@ -15,15 +15,20 @@ kernel, which runs first, sums each row's weights, and both kernels divide by th
 Rows without mass, and the padding that fills the last query tile, have a settled lse of +inf: every p of theirs is 0.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from ..tuning.attention import ROW_PADDING, backward_config, input_precision, padded
+from ..tuning.attention import PREPARE_ROWS, ROW_PADDING, TileConfig, backward_config, input_precision, padded
 from .forward import positive_scale
+from .launch import Launch, Tensors, launch
 from .masking import runs, seen, visible
 from .softmax import settle, weights
-from .tiles import dot_add, head_pointer, load_tile, on_device, store_tile
+from .tiles import dot_add, head_pointer, load_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["Sq", "Hq", "padded_Sq"])
@@ -257,6 +262,47 @@ def attention_backward_queries_kernel(
     store_tile(dq_head, dq_strides, rows, rows < Sq, dq * gradient_scale, D, BLOCK_D)
 
 
+def _plan_prepare(inputs: Tensors, outputs: Tensors) -> Launch:
+    out, dout, dlse, _ = inputs
+    B, Hq, Sq, Dv = out.shape
+    padded_Sq = outputs[0].shape[-1]
+    args = (out.stride(), dout.stride(), None if dlse is None else dlse.stride(), Sq, Hq, padded_Sq)
+    options = dict(DV=Dv, BLOCK_M=PREPARE_ROWS, BLOCK_DV=padded(Dv))
+    return Launch(attention_prepare_kernel, padded_Sq // PREPARE_ROWS * B * Hq, args, options)
+
+
+def _arguments(
+    inputs: Tensors, outputs: Tensors, scale: float, lo: int | None, hi: int | None, precision: str, tile: TileConfig
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What the two gradient kernels take alike; `outputs`: the gradients."""
+    query, key, value, dout, settled, _, _, keep = inputs
+    (Hq, Sq, D), (Hkv, Sk, Dv) = query.shape[1:], value.shape[1:]
+    args = (
+        *(x.stride() for x in (query, key, value, dout)), None if keep is None else keep.stride(),
+        *(x.stride() for x in outputs),
+        Sq, settled.shape[-1], Sk, lo, hi, Hq, Hq // Hkv, positive_scale(scale), scale,
+    )  # fmt: skip
+    options = dict(
+        D=D, DV=Dv, BLOCK_D=padded(D), BLOCK_DV=padded(Dv), NEGATE=scale < 0, PRECISION=precision,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return args, options
+
+
+def _plan_queries(inputs: Tensors, outputs: Tensors, *given: Any) -> Launch:
+    query, value = inputs[0], inputs[2]
+    tile = backward_config(query, value.shape[3]).queries
+    programs = triton.cdiv(query.shape[2], tile.block_m) * query.shape[0] * query.shape[1]
+    return Launch(attention_backward_queries_kernel, programs, *_arguments(inputs, outputs, *given, tile))
+
+
+def _plan_keys(inputs: Tensors, outputs: Tensors, *given: Any) -> Launch:
+    query, key, value = inputs[:3]
+    tile = backward_config(query, value.shape[3]).keys
+    programs = triton.cdiv(key.shape[2], tile.block_n) * key.shape[0] * key.shape[1]
+    return Launch(attention_backward_keys_kernel, programs, *_arguments(inputs, outputs, *given, tile))
+
+
 def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -271,45 +317,17 @@ def attention_backward(
     hi: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, shaped and laid out like query, key, value."""
-    B, Hq, Sq, D = query.shape
-    Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
+    B, Hq, Sq, _ = query.shape
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    if lse.numel() == 0 or Sk == 0:
+    if lse.numel() == 0 or key.shape[2] == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     padded_Sq = triton.cdiv(Sq, ROW_PADDING) * ROW_PADDING
     settled, delta = lse.new_empty(2, B * Hq, padded_Sq)
     norm = lse.new_ones(B * Hq, padded_Sq) if query.dtype == torch.float32 else None
     keep = None if keep is None else keep.view(torch.uint8)
-    keep_strides = None if keep is None else keep.stride()
-    sizes = (Sq, padded_Sq, Sk, lo, hi, Hq, Hq // Hkv, positive_scale(scale), scale)
-    constants = dict(
-        D=D,
-        DV=Dv,
-        BLOCK_D=padded(D),
-        BLOCK_DV=padded(Dv),
-        NEGATE=scale < 0,
-        PRECISION=input_precision(query.dtype),
-    )
-    q_strides, k_strides, v_strides, dout_strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    with on_device(query):
-        config = backward_config(query, Dv)
-        rows = config.prepare_rows
-        attention_prepare_kernel[(padded_Sq // rows * B * Hq,)](
-            out, dout, dlse, lse, settled, delta, out.stride(), dout_strides, None if dlse is None else dlse.stride(),
-            Sq, Hq, padded_Sq, DV=Dv, BLOCK_M=rows, BLOCK_DV=padded(Dv),
-        )  # fmt: skip
-        tile = config.queries
-        attention_backward_queries_kernel[(triton.cdiv(Sq, tile.block_m) * B * Hq,)](
-            query, key, value, dout, settled, delta, norm, keep, dq,
-            q_strides, k_strides, v_strides, dout_strides, keep_strides, dq.stride(),
-            *sizes, **constants,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
-        )  # fmt: skip
-        tile = config.keys
-        attention_backward_keys_kernel[(triton.cdiv(Sk, tile.block_n) * B * Hkv,)](
-            query, key, value, dout, settled, delta, norm, keep, dk, dv,
-            q_strides, k_strides, v_strides, dout_strides, keep_strides, dk.stride(), dv.stride(),
-            *sizes, **constants,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
-        )  # fmt: skip
+    given = (scale, lo, hi, input_precision(query.dtype))
+    launch(_plan_prepare, (out, dout, dlse, lse), (settled, delta))
+    tensors = (query, key, value, dout, settled, delta, norm, keep)
+    launch(_plan_queries, tensors, (dq,), *given)
+    launch(_plan_keys, tensors, (dk, dv), *given)
     return dq, dk, dv

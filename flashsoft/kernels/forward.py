@@ -10,15 +10,18 @@ a head (half under a causal mask); query, key, value read and out, lse written.
 Invariant: after each tile, acc = sum_j exp(scale * x_j - ln2 * m) * v_j, and s the same sum without v_j.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl
 
 from .. import reference
 from ..tuning.attention import forward_config, input_precision, padded
+from .launch import Launch, Tensors, launch
 from .masking import runs, seen, visible
 from .softmax import LN2, finish, update_folded
-from .tiles import dot_add, head_pointer, load_tile, on_device, store_tile
+from .tiles import dot_add, head_pointer, load_tile, store_tile
 
 
 @triton.jit
@@ -101,6 +104,22 @@ def positive_scale(scale: float) -> float:
     return max(abs(scale), torch.finfo(torch.float32).tiny)
 
 
+def _plan(inputs: Tensors, outputs: Tensors, scale: float, lo: int | None, hi: int | None, precision: str) -> Launch:
+    query, key, value, keep = inputs
+    B, Hq, Sq, D = query.shape
+    Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
+    config = forward_config(query, Dv)
+    args = (
+        query.stride(), key.stride(), value.stride(), None if keep is None else keep.stride(), outputs[0].stride(),
+        Sq, Sk, lo, hi, Hq, Hq // Hkv, positive_scale(scale),
+    )  # fmt: skip
+    options = dict(
+        D=D, DV=Dv, BLOCK_D=padded(D), BLOCK_DV=padded(Dv), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        STAGES=config.num_stages, NEGATE=scale < 0, PRECISION=precision, num_warps=config.num_warps,
+    )  # fmt: skip
+    return Launch(attention_forward_kernel, triton.cdiv(Sq, config.block_m) * B * Hq, args, options)
+
+
 def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,21 +130,10 @@ def attention_forward(
     hi: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
-    B, Hq, Sq, D = query.shape
-    Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
-    out = reference.empty_output(query, Dv)
-    lse = query.new_empty(B, Hq, Sq, dtype=torch.float32)
-    if lse.numel() == 0:
-        return out, lse
-    keep = None if keep is None else keep.view(torch.uint8)
-    with on_device(query):
-        config = forward_config(query, Dv)
-        attention_forward_kernel[(triton.cdiv(Sq, config.block_m) * B * Hq,)](
-            query, key, value, keep, out, lse,
-            query.stride(), key.stride(), value.stride(), None if keep is None else keep.stride(), out.stride(),
-            Sq, Sk, lo, hi, Hq, Hq // Hkv, positive_scale(scale),
-            D=D, DV=Dv, BLOCK_D=padded(D), BLOCK_DV=padded(Dv), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            STAGES=config.num_stages, NEGATE=scale < 0, PRECISION=input_precision(query.dtype),
-            num_warps=config.num_warps,
-        )  # fmt: skip
+    out = reference.empty_output(query, value.shape[3])
+    lse = query.new_empty(out.shape[:3], dtype=torch.float32)
+    if lse.numel() > 0:
+        keep = None if keep is None else keep.view(torch.uint8)
+        precision = input_precision(query.dtype)
+        launch(_plan, (query, key, value, keep), (out, lse), scale, lo, hi, precision)
     return out, lse

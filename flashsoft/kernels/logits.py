@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from ..tuning import logits as tuning
+from .launch import Launch, Tensors, launch
 from .scores import fold_given, last_stride, row_inverse, score_tile, split_temperature
 from .softmax import exponential, finish, pivot, update
-from .tiles import on_device, row_offset
+from .tiles import row_offset
 from .top_k import (
     SHIFT,
     first_of_equals,
@@ -41,7 +42,7 @@ def store_lse(lse_ptr, row, live, lse, poisoned, s):
 
 @triton.jit(do_not_specialize=["lo", "hi", "top_k", "rows"])
 def short_forward_kernel(
-    x_ptr, y_ptr, lse_ptr, temperature_ptr, mask_ptr, bias_ptr, top_k_ptr,
+    x_ptr, temperature_ptr, mask_ptr, bias_ptr, top_k_ptr, y_ptr, lse_ptr,
     inverse, lo, hi, top_k, rows, N, sizes,
     x_strides, y_strides, temperature_strides, mask_strides, bias_strides, top_k_strides,
     x_step, y_step, mask_step, bias_step,
@@ -87,7 +88,7 @@ def short_forward_kernel(
 
 @triton.jit(do_not_specialize=["lo", "hi", "top_k"])
 def wide_forward_kernel(
-    x_ptr, y_ptr, lse_ptr, temperature_ptr, mask_ptr, bias_ptr, top_k_ptr,
+    x_ptr, temperature_ptr, mask_ptr, bias_ptr, top_k_ptr, y_ptr, lse_ptr,
     inverse, lo, hi, top_k, N, sizes,
     x_strides, y_strides, temperature_strides, mask_strides, bias_strides, top_k_strides,
     x_step, y_step, mask_step, bias_step,
@@ -213,6 +214,29 @@ def wide_forward_kernel(
         tl.store(at_y, y.to(y_ptr.dtype.element_ty), mask=(columns < N)[None, :])
 
 
+def _plan(inputs: Tensors, outputs: Tensors, inverse: float, lo: int | None, hi: int | None, k: int) -> Launch:
+    x, row_temperature, mask, bias, row_k = inputs
+    y, lse = outputs
+    N, rows = x.shape[-1], lse.numel()
+    bias = None if bias is None else bias.expand(x.shape)
+    sizes, strides = fold_given(
+        x, y, row_temperature, mask, bias, row_k, separate_last=lo is not None or hi is not None
+    )
+    steps = (x.stride(-1), y.stride(-1), last_stride(mask), last_stride(bias))
+    with_top_k = k > 0 or row_k is not None
+    config = tuning.forward(N, with_top_k)
+    options = {
+        "TOP_K": with_top_k,
+        "SHIFT": SHIFT[x.dtype] if bias is None else 0,
+        "BLOCK": config.block,
+        "num_warps": config.num_warps,
+    }
+    if config.one_tile:
+        args = (inverse, lo, hi, k, rows, N, sizes, *strides, *steps)
+        return Launch(short_forward_kernel, triton.cdiv(rows, config.rows), args, {**options, "ROWS": config.rows})
+    return Launch(wide_forward_kernel, rows, (inverse, lo, hi, k, N, sizes, *strides, *steps), options)
+
+
 def fused_softmax_forward(
     x: torch.Tensor,
     temperature: float | torch.Tensor,
@@ -227,32 +251,8 @@ def fused_softmax_forward(
     lse = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if x.numel() == 0:
         return y, lse.fill_(float("-inf"))
-    N, rows = x.shape[-1], lse.numel()
     row_temperature, inverse = split_temperature(temperature, bias is not None)
-    row_k = top_k if isinstance(top_k, torch.Tensor) else None
-    k = min(top_k, N) if isinstance(top_k, int) else 0
-    if mask is not None:
-        mask = mask.view(torch.uint8)
-    if bias is not None:
-        bias = bias.expand(x.shape)
-    sizes, strides = fold_given(
-        x, y, row_temperature, mask, bias, row_k, separate_last=lo is not None or hi is not None
-    )
-    config = tuning.forward(N, top_k is not None)
-    steps = (x.stride(-1), y.stride(-1), last_stride(mask), last_stride(bias))
-    tensors = (x, y, lse, row_temperature, mask, bias, row_k)
-    options = {
-        "TOP_K": top_k is not None,
-        "SHIFT": SHIFT[x.dtype] if bias is None else 0,
-        "BLOCK": config.block,
-        "num_warps": config.num_warps,
-    }
-    with on_device(x):
-        if config.one_tile:
-            grid = (triton.cdiv(rows, config.rows),)
-            short_forward_kernel[grid](
-                *tensors, inverse, lo, hi, k, rows, N, sizes, *strides, *steps, ROWS=config.rows, **options
-            )
-        else:
-            wide_forward_kernel[(rows,)](*tensors, inverse, lo, hi, k, N, sizes, *strides, *steps, **options)
+    row_k, k = (top_k, 0) if isinstance(top_k, torch.Tensor) else (None, min(top_k or 0, x.shape[-1]))
+    mask = None if mask is None else mask.view(torch.uint8)
+    launch(_plan, (x, row_temperature, mask, bias, row_k), (y, lse), inverse, lo, hi, k)
     return y, lse

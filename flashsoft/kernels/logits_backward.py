@@ -7,13 +7,16 @@ y, dy and, for dT, x are read once and dx written once; rows too wide for a tile
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from ..tuning import logits as tuning
+from .launch import Launch, Tensors, launch
 from .scores import fold_given, row_inverse, split_temperature
-from .tiles import fold_rows, on_device, row_offset
+from .tiles import fold_rows, row_offset
 
 
 @triton.jit
@@ -161,6 +164,19 @@ def bias_gradient_kernel(
     tl.store(out_ptr + (split * B + b) * N + columns, out.to(out_ptr.dtype.element_ty), mask=columns < N)
 
 
+def _plan(inputs: Tensors, outputs: Tensors, inverse: float) -> Launch:
+    dy, dlse, x, y, row_temperature = inputs
+    dx = outputs[0]
+    N, rows = x.shape[-1], x.numel() // x.shape[-1]
+    row_dlse = None if dlse is None else dlse.unsqueeze(-1)
+    sizes, strides = fold_given(dy, row_dlse, x, y, row_temperature, dx)
+    steps = (dy.stride(-1), x.stride(-1), y.stride(-1), dx.stride(-1))
+    config = tuning.backward(N)
+    options = dict(ROWS=config.rows, BLOCK=config.block, ONE_TILE=config.one_tile, num_warps=config.num_warps)
+    args = (inverse, rows, N, sizes, *strides, *steps)
+    return Launch(backward_kernel, triton.cdiv(rows, config.rows), args, options)
+
+
 def fused_softmax_backward(
     dy: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -180,25 +196,15 @@ def fused_softmax_backward(
         dtemperature = None if dtemperature is None else dtemperature.zero_()
         return dx, dtemperature, None if bias is None else bias.new_zeros(bias.shape)
 
-    N, rows = x.shape[-1], x.numel() // x.shape[-1]
     dbias = shift = total = None
     if bias is not None:
         if bias.shape == x.shape:
             dbias = bias.new_empty(bias.shape)
-        elif bias.shape[-1] == N:
+        elif bias.shape[-1] == x.shape[-1]:
             shift = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         else:
             total = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    row_dlse = None if dlse is None else dlse.unsqueeze(-1)
-    sizes, strides = fold_given(dy, row_dlse, x, y, row_temperature, dx)
-    config = tuning.backward(N)
-    with on_device(x):
-        backward_kernel[(triton.cdiv(rows, config.rows),)](
-            dy, dlse, x, y, row_temperature, dx, dtemperature, dbias, shift, total,
-            inverse, rows, N, sizes, *strides,
-            dy.stride(-1), x.stride(-1), y.stride(-1), dx.stride(-1),
-            ROWS=config.rows, BLOCK=config.block, ONE_TILE=config.one_tile, num_warps=config.num_warps,
-        )  # fmt: skip
+    launch(_plan, (dy, dlse, x, y, row_temperature), (dx, dtemperature, dbias, shift, total), inverse)
     if bias is not None and shift is not None:
         dbias = _bias_gradient(dy, y, shift, bias)
     if bias is not None and total is not None:
@@ -206,23 +212,28 @@ def fused_softmax_backward(
     return dx, dtemperature, dbias
 
 
-def _bias_gradient(dy: torch.Tensor, y: torch.Tensor, shift: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """dz summed over the row dimensions that bias, of y's length in the last one, was broadcast along."""
-    reduced = [size == 1 and full > 1 for size, full in zip(bias.shape, y.shape, strict=True)]
+def _plan_bias(inputs: Tensors, outputs: Tensors, shape: torch.Size, config: tuning.BiasGradientConfig) -> Launch:
+    dy, y, _ = inputs
+    reduced = [size == 1 and full > 1 for size, full in zip(shape, y.shape, strict=True)]
     kept_index = tuple(0 if along else slice(None) for along in reduced)
     reduced_index = (*(slice(None) if along else 0 for along in reduced[:-1]), slice(None))
-    kept_sizes, kept = fold_rows(*(t[kept_index] for t in (dy, y, shift)))
-    reduced_sizes, over = fold_rows(*(t[reduced_index] for t in (dy, y, shift)))
-    N = y.shape[-1]
-    B = bias.numel() // N
-    R = y.numel() // bias.numel()
-    config = tuning.bias_gradient(N, B, R)
+    kept_sizes, kept = fold_rows(*(t[kept_index] for t in inputs))
+    reduced_sizes, over = fold_rows(*(t[reduced_index] for t in inputs))
+    N, B = y.shape[-1], math.prod(shape[:-1])
+    R = y.numel() // (B * N)
     tiles = triton.cdiv(N, config.block)
+    args = (
+        tiles, B, R, triton.cdiv(R, config.splits), N,
+        kept_sizes, *kept, reduced_sizes, *over, dy.stride(-1), y.stride(-1),
+    )  # fmt: skip
+    options = dict(ROWS=config.rows, BLOCK=config.block, num_warps=config.num_warps)
+    return Launch(bias_gradient_kernel, tiles * B * config.splits, args, options)
+
+
+def _bias_gradient(dy: torch.Tensor, y: torch.Tensor, shift: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """dz summed over the row dimensions that bias, of y's length in the last one, was broadcast along."""
+    N = y.shape[-1]
+    config = tuning.bias_gradient(N, bias.numel() // N, y.numel() // bias.numel())
     out = bias.new_empty((config.splits, *bias.shape), dtype=bias.dtype if config.splits == 1 else torch.float32)
-    with on_device(y):
-        bias_gradient_kernel[(tiles * B * config.splits,)](
-            dy, y, shift, out, tiles, B, R, triton.cdiv(R, config.splits), N,
-            kept_sizes, *kept, reduced_sizes, *over, dy.stride(-1), y.stride(-1),
-            ROWS=config.rows, BLOCK=config.block, num_warps=config.num_warps,
-        )  # fmt: skip
+    launch(_plan_bias, (dy, y, shift), (out,), bias.shape, config)
     return out[0] if config.splits == 1 else out.sum(0).to(bias.dtype)

@@ -74,6 +74,20 @@ def merge(m_a, s_a, m_b, s_b, scale=1.0):
 
 
 @triton.jit
+def state_of(x, x_again, scale=1.0):
+    """The state of a tile by itself; `x_again` is x once more, for who would not have x kept for a second use."""
+    m = tl.max(x, 1)
+    return m, tl.sum(exponential(x_again, pivot(m)[:, None], scale), 1)
+
+
+@triton.jit
+def merge_parts(m, s, scale=1.0):
+    """The state (scalars) of a row from those of all its parts (parts,); (-inf, 0) stands for no part."""
+    m_all = tl.max(m, 0)
+    return m_all, tl.sum(s * exponential(m, pivot(m_all), scale), 0)
+
+
+@triton.jit
 def settle(lse):
     """A finished row's lse as `weights` takes it: in base 2, and +inf for a row without mass."""
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)

@@ -27,11 +27,10 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One tile each for the kernel that owns keys and the one that owns queries, and rows of the one before both."""
+    """One tile each for the kernel that owns keys and the one that owns queries."""
 
     keys: TileConfig
     queries: TileConfig
-    prepare_rows: int
 
 
 Ladder = tuple[TileConfig, ...]
@@ -96,7 +95,7 @@ PORTABLE: dict[tuple[int, int], Ladders] = {
         queries=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 8, 1)),
     ),
 }
-PREPARE_ROWS = 32
+PREPARE_ROWS = 32  # of a program of the kernel before both gradients
 
 # The interpreter's time goes by tiles, not by their size, but tests want several of them in short sequences.
 INTERPRETED = TileConfig(32, 32, 4, 1)
@@ -160,7 +159,7 @@ def forward_config(query: torch.Tensor, Dv: int) -> TileConfig:
 def backward_config(query: torch.Tensor, Dv: int) -> BackwardConfig:
     """The tiles of the backward kernels."""
     if triton.knobs.runtime.interpret:
-        return BackwardConfig(INTERPRETED, INTERPRETED, PREPARE_ROWS)
+        return BackwardConfig(INTERPRETED, INTERPRETED)
     return _choose(query.shape[3], Dv, query.itemsize, device(query.device.index or 0))[1]
 
 
@@ -182,4 +181,4 @@ def _choose(D: int, Dv: int, itemsize: int, target: Device) -> tuple[TileConfig,
     forward = first(ladders.forward, "block_m", "block_n", share=0.5)
     keys = first(ladders.keys, "block_n", "block_m")
     queries = first(ladders.queries, "block_m", "block_n")
-    return forward, BackwardConfig(keys, queries, PREPARE_ROWS)
+    return forward, BackwardConfig(keys, queries)

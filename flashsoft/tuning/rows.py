@@ -1,90 +1,155 @@
-"""Tiles of the row kernels, chosen by a row's length, layout and dtype.
+"""Tiles of the row kernels, chosen by a row's length, layout and dtype: from a table, or else by a rule.
 
-The number of rows plays no part, so that a row's bits do not depend on what it is batched with.
+The number of rows plays no part, so that a row's bits do not depend on what it is batched with. Tables (tables.py)
+hold what was measured, on one kind of device; the rule follows what they have in common, for all others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-TRITON_MAX_NUMEL = 1 << 20
-MAX_PER_THREAD = 32  # elements of a tile, over all tensors read, that 64 registers a thread hold as float32
+import triton
+
+from . import tables
+
+FORWARD, BACKWARD = "softmax_forward", "softmax_backward"
+TENSORS = {FORWARD: 1, BACKWARD: 2}  # tensors of which a program holds tiles
+PART_UNIT = 64  # columns; parts of a row begin on whole lines of 128 bytes, where the row does
+MAX_PARTS = 64
+MAX_PER_THREAD = 64  # elements over all tensors that a thread can hold: two of 16 bits a register, or one of 32
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A program's tile of rows and columns, and its warps; longer rows than block_cols are read in a loop."""
+    """What one program takes on: `tiles` tiles of rows x columns, held at once, and its warps.
+
+    A longer row is shared by up to `max_parts` programs; where they cannot hold it either, each reads its part twice,
+    a tile at a time.
+    """
 
     block_rows: int
     block_cols: int
     num_warps: int
+    tiles: int = 1
+    max_parts: int = 1
+    registers: int | None = None  # a thread's, where the compiler would take more than its share
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What bounds a tile.
+class Parts:
+    """How a row is shared: `count` programs, `cols` columns each (the last may have fewer), held whole or not."""
 
-    short: bytes that a program of several short rows reads: two to four 16-byte loads a thread. Eight
-        programs and more on an SM keep over 30 KB in flight there, what the 4.3 TB/s of an H200 need.
-    row: elements of the longest row that is kept in registers and read once, over all tensors read; beyond,
-        32 warps spill.
-    tile: columns of a tile of a longer row, over all tensors read.
-    column: bytes of rows side by side in memory that a program takes where rows are the inner dimension: a
-        128-byte line.
-    """
-
-    short: int
-    row: int
-    tile: int
-    column: int = 128
+    count: int
+    cols: int
+    whole: bool
 
 
-GPU = Limits(short=8192, row=32768, tile=16384)
-# The interpreter runs programs one by one at a cost an operation: few programs, yet several tiles in rows of
-# a length that tests can afford.
-INTERPRETER = Limits(short=8192, row=1024, tile=512, column=32)
+def parts(config: RowConfig, n_cols: int) -> Parts:
+    """Equal parts of a row of n_cols columns."""
+    held = config.block_cols * config.tiles
+    count = min(_ceil(n_cols, held), config.max_parts)
+    if count == 1:
+        return Parts(1, n_cols, n_cols <= held)
+    cols = _ceil(_ceil(n_cols, count), PART_UNIT) * PART_UNIT
+    return Parts(_ceil(n_cols, cols), cols, cols <= held)
 
 
-def legal(config: RowConfig, tensors: int = 1) -> bool:
-    """Whether the kernels can be built with `config` and hold tiles of `tensors` tensors in registers."""
-    sizes = (config.block_rows, config.block_cols, config.num_warps)
+def legal(config: RowConfig, op: str, itemsize: int) -> bool:
+    """Whether a kernel can be built with `config` and hold its tiles in registers."""
     numel = config.block_rows * config.block_cols
+    held = numel * config.tiles * TENSORS[op] * max(itemsize, 2) // 2
     return (
-        all(size > 0 and size & (size - 1) == 0 for size in sizes)
+        all(_power_of_two(size) == size for size in (config.block_rows, config.block_cols, config.num_warps))
         and config.num_warps <= 32
-        and numel <= TRITON_MAX_NUMEL
-        and numel * tensors <= config.num_warps * 32 * MAX_PER_THREAD
+        and (config.max_parts == 1 or (config.block_rows == 1 and config.block_cols * config.tiles >= PART_UNIT))
+        and 1 <= held <= config.num_warps * 32 * MAX_PER_THREAD
     )
 
 
+@dataclass(frozen=True)
+class Device:
+    """What the choice needs to know of a device: its table, and how many multiprocessors run programs at once."""
+
+    name: str  # sm_90, gfx942, interpreter
+    multiprocessors: int
+
+
 @functools.cache
-def row_config(
-    n_cols: int, itemsize: int, tensors: int = 1, rows_inner: bool = False, interpreted: bool = False
-) -> RowConfig:
-    """The tile for rows of `n_cols` elements of `itemsize` bytes, in each of `tensors` tensors that are read.
+def device(index: int) -> Device:
+    """The facts of a CUDA (or ROCm) device; of the interpreter for -1."""
+    if triton.knobs.runtime.interpret:
+        return Device("interpreter", 1)
+    driver = triton.runtime.driver.active
+    properties = driver.utils.get_device_properties(max(index, 0))
+    return Device(tables.name_of(driver.get_current_target()), properties["multiprocessor_count"])
+
+
+_forced: list[RowConfig] = []
+
+
+@contextlib.contextmanager
+def forcing(config: RowConfig) -> Iterator[None]:
+    """Every row problem gets `config` within; for tests and for whoever measures. Launches must be forgotten."""
+    _forced.append(config)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def row_config(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) -> RowConfig:
+    """The tiles for rows of `n_cols` elements of `itemsize` bytes.
 
     `rows_inner`: neighbours in memory are of different rows (softmax over a dimension that is not the last).
     """
-    limits = INTERPRETER if interpreted else GPU
-    whole = _power_of_two(n_cols)
-    short = limits.short // (itemsize * tensors)
-    if rows_inner:
-        block_rows = limits.column // itemsize
-        block_cols = min(whole, max(short // block_rows, 1))
-    else:
-        block_cols = whole if whole * tensors <= limits.row else limits.tile // tensors
-        block_rows = max(1, short // block_cols)
-    return RowConfig(block_rows, block_cols, _warps(block_rows * block_cols, itemsize, tensors))
+    if _forced:
+        return _forced[-1]
+    if on.name == "interpreter":
+        return _interpreted(n_cols, itemsize, rows_inner)
+    found = None if rows_inner else tables.find(on.name, op, itemsize, n_cols)
+    config = _ruled(op, n_cols, itemsize, rows_inner, on) if found is None else RowConfig(**found)
+    return config
 
 
-def _warps(numel: int, itemsize: int, tensors: int) -> int:
-    """A warp for every 512 elements, 16 a thread, from 4 to 32 warps; 32 a thread in long rows of 16 bits.
+def _ruled(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) -> RowConfig:
+    """What the fastest configs measured on an H200 have in common.
 
-    With 32 a thread two programs of 16384 such elements fit on an SM, and one loads while the other computes.
+    Programs of 4 KB of short rows; longer rows whole, 16 to 32 elements a thread, while 16 warps can hold them;
+    then parts of 8,192 columns.
     """
-    long_half = itemsize < 4 and tensors == 1 and numel > 8192
-    return min(32, max(4, numel // (1024 if long_half else 512)))
+    whole, tensors = _power_of_two(n_cols), TENSORS[op]
+    if rows_inner:  # a program takes a line of 128 bytes of rows
+        block_rows = 128 // itemsize
+        block_cols = min(whole, max(8192 // (itemsize * tensors * block_rows), 1))
+        return RowConfig(block_rows, block_cols, _clamp(block_rows * block_cols // 512, 4, 32))
+    short = 4096 // (itemsize * tensors)
+    if whole <= short:
+        return RowConfig(short // whole, whole, 4)
+    if whole * tensors <= 16384:
+        return RowConfig(1, whole, _clamp(whole // 512, 4, 16))
+    most = min(MAX_PARTS, on.multiprocessors)
+    return RowConfig(1, 8192, 8, 1, most) if op == BACKWARD else RowConfig(1, 4096, 8, 2, most)
+
+
+def _interpreted(n_cols: int, itemsize: int, rows_inner: bool) -> RowConfig:
+    """Few programs, since each operation costs; yet every way to share a row at lengths that tests can afford."""
+    whole = _power_of_two(n_cols)
+    if rows_inner:
+        return RowConfig(32 // itemsize, min(whole, 128), 4)
+    if whole <= 1024:
+        return RowConfig(_clamp(2048 // whole, 1, 1024), whole, 4)
+    return RowConfig(1, 256, 4, 2, 4)
+
+
+def _clamp(value: int, least: int, most: int) -> int:
+    return max(least, min(value, most))
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _power_of_two(n: int) -> int:

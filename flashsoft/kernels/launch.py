@@ -1,0 +1,140 @@
+"""How kernels are started: a problem once in Triton's own way, and from then on with what that launch made ready.
+
+`kernel[grid](...)` costs the host 12 us, most of them to find the compiled kernel that suits its arguments. Which one
+does follows from the layouts, the options and the device of a problem, so it is remembered by them: the next launch
+is one call of the compiled kernel's launcher, the one that `kernel[grid](...)` ends in, with the same arguments.
+
+Whatever watches launches or changes them sees every launch, started in Triton's own way: hooks of profilers, Triton's
+debug and instrumentation modes, a driver that only compiles, the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+LIMIT = 4096  # problems remembered, about 1 KB each; when there are so many, all are forgotten
+
+
+class Launch(NamedTuple):
+    """How to launch a kernel whose first parameters are tensors: inputs, outputs, and scratch if there is any.
+
+    args: the parameters after the tensors; options: the constants, by name, and what Triton takes beside parameters.
+    scratch: gives a tensor for a stream (the number of a CUDA stream; 0 on the CPU).
+    """
+
+    kernel: Any
+    programs: int
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    scratch: Callable[[int], Tensor] | None = None
+
+
+class _Ready(NamedTuple):
+    """A compiled kernel, and all of its launcher's arguments but the stream and the tensors."""
+
+    kernel: Any  # held: a compiled kernel that nobody holds is unloaded
+    run: Callable[..., None]
+    programs: int
+    function: int
+    metadata: Any
+    args: tuple[Any, ...]
+    scratch: Callable[[int], Tensor] | None
+
+
+Tensors = Sequence[Tensor | None]
+_runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
+_ready: dict[tuple[Any, ...], _Ready] = {}
+
+
+def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *options: Any) -> None:
+    """Launches `plan(inputs, outputs, *options)` on the first input's device, on the current stream there.
+
+    The plan, and the layouts and dtypes of the outputs, must follow from the options, all hashable, the layouts and
+    dtypes of the inputs, and the device; the plan is then made once for each. See `forget`.
+    """
+    device = inputs[0].get_device()  # type: ignore[union-attr]
+    if device < 0:
+        _start(plan(inputs, outputs, *options), inputs, outputs, 0)
+        return
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(plan, inputs, outputs, *options)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if _watched():
+        _start(plan(inputs, outputs, *options), inputs, outputs, stream)
+        return
+    pointers: list[int | None] = []
+    problem: list[Any] = [plan, options, device]
+    for tensor in inputs:
+        if tensor is None:
+            pointers.append(None)
+            problem.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            problem += (tensor.shape, tensor.stride(), tensor.dtype, pointer & 15)
+    for tensor in outputs:
+        pointer = None if tensor is None else tensor.data_ptr()
+        pointers.append(pointer)
+        problem.append(None if pointer is None else pointer & 15)
+    key = tuple(problem)
+    ready = _ready.get(key)
+    if ready is None:
+        made = plan(inputs, outputs, *options)
+        compiled = _start(made, inputs, outputs, stream)
+        _remember(key, made, len(pointers) + (made.scratch is not None), compiled)
+        return
+    _, run, programs, function, metadata, args, scratch = ready
+    if scratch is not None:
+        pointers.append(scratch(stream).data_ptr())
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *args)  # the Nones: no hooks
+
+
+def forget() -> None:
+    """Has every plan made anew; for whoever changes a table of tiles that plans were made from."""
+    _ready.clear()
+
+
+def _start(made: Launch, inputs: Tensors, outputs: Tensors, stream: int) -> Any:
+    """A launch in Triton's own way; the compiled kernel, if there is one."""
+    scratch = () if made.scratch is None else (made.scratch(stream),)
+    return made.kernel[(made.programs,)](*inputs, *outputs, *scratch, *made.args, **made.options)
+
+
+def _watched() -> bool:
+    """Whether somebody has asked Triton to tell of launches, or to build kernels differently."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook  # chains, or what was put in their place
+    return bool(
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or _runtime.debug
+        or _runtime.add_stages_inspection_hook
+        or _compilation.instrumentation_mode
+    )
+
+
+def _remember(key: tuple[Any, ...], made: Launch, tensors: int, compiled: Any) -> None:
+    """Keeps what a launch made ready. Not the interpreter's, nor ROCm's, which compiles by sizes of storages too."""
+    if not isinstance(compiled, triton.compiler.CompiledKernel) or compiled.metadata.target.backend != "cuda":
+        return
+    parameters = made.kernel.signature.parameters
+    constants = [
+        made.options.get(name, parameters[name].default) for name in list(parameters)[tensors + len(made.args) :]
+    ]
+    if len(_ready) >= LIMIT:
+        _ready.clear()
+    _ready[key] = _Ready(
+        compiled,
+        compiled.run,
+        made.programs,
+        compiled.function,
+        compiled.packed_metadata,
+        (*made.args, *constants),
+        made.scratch,
+    )
