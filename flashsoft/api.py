@@ -8,11 +8,13 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from . import checks, dispatch, masks, ops, reference
+from . import checks, direct, dispatch, masks, ops, reference
 
 MaskLike = masks.Mask | Tensor | None
 # a constant, since torch 2.11 cannot trace the question
 AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.autocast_mode.is_autocast_available(kind))
+
+HALF = (torch.float16, torch.bfloat16)  # float32 attention also depends on what torch allows its products to be
 
 
 def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -37,7 +39,8 @@ def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backe
     tensor([[0.5000, 0.5000],
             [1.0000, 0.0000]])
     """
-    return _along("softmax", x, dim, dtype, backend)
+    y: Tensor = direct.again(_softmax, (x,), dim, dtype, backend)
+    return y
 
 
 def log_softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -46,6 +49,15 @@ def log_softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, b
     >>> log_softmax(torch.tensor([1e7, 1e7]))
     tensor([-0.6931, -0.6931])
     """
+    y: Tensor = direct.again(_log_softmax, (x,), dim, dtype, backend)
+    return y
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    return _along("softmax", x, dim, dtype, backend)
+
+
+def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None) -> Tensor:
     return _along("log_softmax", x, dim, dtype, backend)
 
 
@@ -68,9 +80,15 @@ def logsumexp(x: Tensor, dim: int = -1, *, keepdim: bool = False, backend: str |
     >>> logsumexp(torch.zeros(2, 8))
     tensor([2.0794, 2.0794])
     """
+    lse: Tensor = direct.again(_logsumexp, (x,), dim, keepdim, backend)
+    return lse
+
+
+def _logsumexp(x: Tensor, dim: int, keepdim: bool, backend: str | None) -> Tensor:
     checks.tensor("x", x)
     dim = checks.dimension(x, dim)
-    lse: Tensor = ops.call("logsumexp", x.movedim(dim, -1), checks.backend(backend))
+    rows = x if dim == x.ndim - 1 else x.movedim(dim, -1)
+    lse: Tensor = ops.call("logsumexp", rows, checks.backend(backend))
     return lse.unsqueeze(dim) if keepdim else lse
 
 
@@ -235,6 +253,17 @@ def attention(
     tensor([0.0000, 0.6931, 1.0986])
     """
     query, key, value = _autocast(query, key, value)
+    banded = mask is None or type(mask) in (masks.Causal, masks.Window)
+    if banded and getattr(query, "dtype", None) in HALF:
+        out, lse = direct.again(_attention, (query, key, value), mask, scale, backend)
+    else:
+        out, lse = _attention(query, key, value, mask, scale, backend)
+    return (out, lse) if return_lse else out
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: MaskLike, scale: float | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
     checks.attention(query, key, value)
     B, Hq, Sq, D = query.shape
     scores = (B, Hq, Sq, key.shape[2])
@@ -250,11 +279,13 @@ def attention(
         spec.hi,
         checks.backend(backend),
     )
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, floating tensors in its dtype, as torch does for its own attention."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else ""
     if device_type not in AUTOCAST or not torch.is_autocast_enabled(device_type):
         return tensors

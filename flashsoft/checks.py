@@ -16,6 +16,7 @@ from . import env, masks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 256
+NO_MASK = masks.MaskSpec()
 MAX_INT = 1 << 1023  # the largest power of two that is a float too
 
 
@@ -68,7 +69,7 @@ def broadcastable(name: str, value: Tensor, shape: Sequence[int], what: str) -> 
 def mask(value: Any, shape: Sequence[int], other: str, device: torch.device) -> masks.MaskSpec:
     """A mask for scores of `shape`, resolved. Integer and float masks are refused: what is added is a bias."""
     if value is None:
-        return masks.MaskSpec()
+        return NO_MASK
     if not isinstance(value, masks.Mask | Tensor):
         raise TypeError(f"mask must be a boolean tensor or a mask such as Causal(), got {type(value).__name__}")
     for term in masks.terms(value):
@@ -178,16 +179,16 @@ def bias(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
 def attention(query: Any, key: Any, value: Any) -> None:
     """query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv) fit together."""
     tensor("query", query, 4, "(B, Hq, Sq, D)")
+    tensor("key", key, 4, "(B, Hkv, Sk, D)")
+    tensor("value", value, 4, "(B, Hkv, Sk, Dv)")
     device, dtype = query.device, query.dtype
-    B, Hq, _, D = query.shape
-    for name, other, layout in (("key", key, "(B, Hkv, Sk, D)"), ("value", value, "(B, Hkv, Sk, Dv)")):
-        tensor(name, other, 4, layout)
+    (B, Hq, _, D), (B_key, Hkv, Sk, D_key), (B_value, heads, length, Dv) = query.shape, key.shape, value.shape
+    for name, other, batch in (("key", key, B_key), ("value", value, B_value)):
         on_device(name, other, "query", device)
         if other.dtype != dtype:
             raise TypeError(f"{name} must have query's dtype {dtype}, got {other.dtype}")
-        if other.shape[0] != B:
+        if batch != B:
             raise ValueError(f"{name} must have query's batch size {B}, got shape {tuple(other.shape)}")
-    (_, Hkv, Sk, D_key), (_, heads, length, Dv) = key.shape, value.shape
     if heads != Hkv or length != Sk:
         raise ValueError(f"value must have key's heads and length {(Hkv, Sk)}, got shape {tuple(value.shape)}")
     if D_key != D:

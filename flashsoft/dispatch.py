@@ -1,7 +1,4 @@
-"""Which backend runs a problem: one ordered list, and for each entry a pure function that says why not.
-
-And whether it can be called at once, since torch's dispatcher would do nothing but call it.
-"""
+"""Which backend runs a problem: one ordered list, and for each entry a pure function that says why not."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import env
 from .errors import BackendUnavailableError
@@ -143,29 +138,3 @@ def _passed_over(backend: Backend, problem: Problem, target: Target, requested: 
     if reason is None and backend.fallback and accelerated and requested is None:
         return f'on {target.device_type} it runs only when asked for by name, backend="{backend.name}"'
     return reason
-
-
-_VALUES = frozenset((bool, int, float, str, torch.dtype, type(None)))
-
-
-def unobserved(args: tuple[Any, ...]) -> bool:
-    """Whether an operator would only run: no gradient is wanted, and no mode, tracer, profiler or subclass sees it."""
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-        or torch.autograd.forward_ad._current_level >= 0
-    ):
-        return False
-    for arg in args:
-        kind = type(arg)
-        if kind is Tensor or kind is Parameter:
-            if arg.requires_grad and torch.is_grad_enabled():
-                return False
-            # negated views and zeros without memory are resolved by the dispatcher
-            if arg.is_meta or arg.is_neg() or arg._is_zerotensor():
-                return False
-        elif kind not in _VALUES:
-            return False
-    return True

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from .dispatch import choose, unobserved
+from .direct import unobserved
+from .dispatch import choose
 from .reference import empty_output, wide
 
 NAMESPACE = "flashsoft"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _ops = getattr(torch.ops, NAMESPACE)
+_transforming = torch._C._are_functorch_transforms_active
 
 
 def _band(lo: int | None, hi: int | None, Sq: int, Sk: int) -> tuple[int | None, int | None]:
@@ -45,9 +48,9 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 def call(name: str, *args: Any) -> Any:
     """The operator of that name."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():  # whatever else traces has a mode
         return getattr(_ops, name)(*args)
-    if torch._C._are_functorch_transforms_active():
+    if _transforming():
         return _transformable[name].apply(*args)
     return _implementations[name](*args) if unobserved(args) else getattr(_ops, name)(*args)
 

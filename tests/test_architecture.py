@@ -23,7 +23,7 @@ LAYERS = (
     ("checks", "ops"),
     ("dispatch", "masks"),
     ("kernels",),
-    ("reference", "tuning"),
+    ("reference", "tuning", "direct"),
     ("env", "errors"),
 )
 

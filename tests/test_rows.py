@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,17 +12,19 @@ from tolerances import assert_close_to
 from torch import Tensor
 
 import flashsoft
-from flashsoft.tuning.rows import RowConfig, legal, row_config
+from flashsoft.tuning import rows as tuning
+from flashsoft.tuning.rows import RowConfig
 
 F64 = torch.float64
 INF, NAN = float("inf"), float("nan")
 HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("softmax", "log_softmax", "logsumexp")
 
-# Rows are whole or cut at powers of two: under the interpreter at 256 (backward), 512 and 1024, on a GPU at
-# 16384 (backward) and 32768.
-LENGTHS = (1, 2, 3, 64, 127, 128, 129, 255, 257, 511, 512, 513, 1023, 1024, 1025, 2049)
-LONG = (16383, 16384, 16385, 32767, 32768, 32769, 50257, 128256, (1 << 20) + 3)
+# Where another way begins: under the interpreter rows are shared beyond 1,024 and read twice beyond 2,048; on an H200
+# they are shared beyond 8,192 (backward), 16,384 (16 bits) and 32,768, read twice beyond 524,288.
+LENGTHS = (1, 2, 3, 64, 127, 128, 129, 255, 257, 511, 512, 513, 1017, 1023, 1024, 1025, 2047, 2048, 2049)
+EDGES = (8192, 16384, 32768, 65536, 1 << 19)
+LONG = (*(edge + by for edge in EDGES for by in (-1, 0, 1)), 50257, 128256, (1 << 20) + 3)
 
 
 def theirs(op: str, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -345,21 +347,87 @@ def test_more_than_int32(shape: tuple[int, int], device: torch.device) -> None:
     assert_close_to(lse[-1:], last.double().logsumexp(-1, keepdim=True), last.logsumexp(-1, keepdim=True))
 
 
-# ---- configs -----------------------------------------------------------------------------------------------
+# ---- every way to take a row -------------------------------------------------------------------------------------
+
+# config: lengths at which it changes its way: rows held whole, shared and held, shared or alone and read twice
+FORCED: dict[RowConfig, tuple[int, ...]] = {
+    RowConfig(8, 32, 4): (31, 32, 33, 70),
+    RowConfig(1, 128, 4): (127, 128, 129),
+    RowConfig(1, 64, 4, tiles=2): (65, 128, 129),
+    RowConfig(1, 64, 4, tiles=2, max_parts=3): (128, 129, 257, 384, 385),
+    RowConfig(1, 128, 4, max_parts=2): (128, 129, 256, 300),
+}
 
 
-@pytest.mark.parametrize("interpreted", [False, True])
-@pytest.mark.parametrize("rows_inner", [False, True])
-@pytest.mark.parametrize("tensors", [1, 2])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_configs_are_legal(itemsize: int, tensors: int, rows_inner: bool, interpreted: bool) -> None:
-    for n in sorted({length for power in range(22) for length in (1 << power, (1 << power) + 1)}):
-        config = row_config(n, itemsize, tensors, rows_inner, interpreted)
-        assert legal(config, tensors), (n, config)
+@pytest.fixture
+def forced(request: pytest.FixtureRequest) -> Iterator[RowConfig]:
+    """The config that every row problem gets meanwhile."""
+    launch = pytest.importorskip("flashsoft.kernels.launch")
+    launch.forget()
+    with tuning.forcing(request.param):
+        yield request.param
+    launch.forget()
 
 
-@pytest.mark.parametrize(
-    "config", [RowConfig(1, 96, 4), RowConfig(0, 64, 4), RowConfig(1, 1 << 17, 32), RowConfig(1, 128, 64)]
-)
-def test_what_is_not_legal(config: RowConfig) -> None:
-    assert not legal(config)
+@pytest.mark.parametrize("forced", FORCED, indirect=True, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_every_way(op: str, forced: RowConfig, device: torch.device, poisoned: None) -> None:
+    for n in FORCED[forced]:
+        for dtype in (torch.float32, torch.bfloat16):
+            check(op, guarded(draw(2, n, device=device, dtype=dtype, std=3.0)), "triton")
+
+
+SHARED = RowConfig(1, 64, 4, tiles=2, max_parts=2)
+
+
+@pytest.mark.parametrize("forced", [SHARED], indirect=True, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_not_finite_parts(op: str, forced: RowConfig, device: torch.device) -> None:
+    """Parts of -inf only, of +inf, of NaN: each alone is not the row."""
+    test_not_finite(op, 140, "triton", device)
+
+
+@pytest.mark.parametrize("forced", [SHARED], indirect=True, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_rows_that_begin_anywhere(op: str, forced: RowConfig, device: torch.device, poisoned: None) -> None:
+    """Rows at every distance from 16 bytes, alike in all tensors or not, with NaN between them."""
+    for dtype, n, gap in (
+        (torch.float32, 5, 0),
+        (torch.float32, 61, 4),
+        (torch.float32, 255, 1),
+        (torch.bfloat16, 125, 2),
+        (torch.bfloat16, 249, 8),
+        (torch.bfloat16, 301, 0),
+    ):
+        apart = torch.full((9, n + gap), NAN, device=device, dtype=dtype)
+        apart[:, :n] = draw(9, n, device=device, dtype=dtype)
+        check(op, apart[:, :n], "triton")
+    check(op, guarded(draw(3, 251, device=device, dtype=torch.bfloat16), 1), "triton")
+
+
+@pytest.mark.parametrize("forced", [SHARED], indirect=True, ids=str)
+def test_boards_are_left_clean(forced: RowConfig, device: torch.device) -> None:
+    from flashsoft.kernels import exchange
+
+    for rows in (1, 4):
+        for op in OPS:
+            check(op, draw(rows, 200, device=device), "triton")
+    boards = list(exchange._boards.values())
+    assert boards and not any(bool(board.any()) for board in boards)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_shared_rows_give_the_same_bits_on_any_stream(op: str, device: torch.device) -> None:
+    x = draw(67, 128256, device=device, dtype=torch.bfloat16, std=3.0)
+    dy = draw(*x.shape[: 1 if op == "logsumexp" else 2], device=device)
+    want = gradient(lambda t: ours(op, t, -1, "triton"), x, dy)
+    torch.cuda.synchronize()
+    got, streams = [], [torch.cuda.Stream() for _ in range(4)]
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got.append(gradient(lambda t: ours(op, t, -1, "triton"), x, dy))
+    torch.cuda.synchronize()
+    for y, dx in got:
+        assert torch.equal(y, want[0]) and torch.equal(dx, want[1])

@@ -11,6 +11,7 @@ VERBS = {
     "doctor": "what is installed here, which backend runs what, and a tiny checked run of each",
     "verify": "check softmax and attention on this machine against float64 and against torch",
     "bench": "measure softmax, attention and the host's share against torch and other libraries",
+    "tune": "measure tiles for shapes of yours on this GPU and keep the best, from then on",
     "demo": "train a small GPT on Python's own sources and check its attention against torch",
 }
 

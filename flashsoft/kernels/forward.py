@@ -130,8 +130,9 @@ def attention_forward(
     hi: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
+    B, Hq, Sq, _ = query.shape
     out = reference.empty_output(query, value.shape[3])
-    lse = query.new_empty(out.shape[:3], dtype=torch.float32)
+    lse = query.new_empty_strided((B, Hq, Sq), (Hq * Sq, Sq, 1), dtype=torch.float32)
     if lse.numel() > 0:
         keep = None if keep is None else keep.view(torch.uint8)
         precision = input_precision(query.dtype)

@@ -10,7 +10,8 @@ After `repair`:
 - arithmetic and reductions of such values are done in float32, each result rounded back;
 - a dot product of such values is that of the rounded inputs, accumulated in the accumulator's dtype;
 - loop bounds may be tensors, and `input_precision` may be "bf16x3" or "bf16x6" (computed as float32);
-- infinities and NaN come about without NumPy's warnings.
+- infinities and NaN come about without NumPy's warnings;
+- calls inside a kernel take microseconds, not milliseconds.
 
 Each repair wraps the method that it finds and is left out where a version of Triton has none by that name.
 """
@@ -47,6 +48,7 @@ def repair() -> bool:
         for operation in (interpreter.ReduceOps, interpreter.ScanOps):
             _repair_reduction(operation)
         _repair_bounds(interpreter)
+        _patch_once(interpreter.InterpretedFunction)
         _wrap(interpreter.GridExecutor, "__call__", _silent)
         _allow_precisions(interpreter)
         setattr(interpreter, _MARK, True)
@@ -188,6 +190,27 @@ def _repair_bounds(interpreter: Any) -> None:
         return _patch_lang_tensor
 
     _wrap(interpreter, "_patch_lang_tensor", wrap)
+
+
+def _patch_once(function: Any) -> None:
+    """A call inside a kernel finds Triton's language patched, and does not spend 5 ms on doing it again.
+
+    A launch patches what kernels see of the language, `triton.language`; Triton's own functions see other modules of
+    it, which their first call patches for good.
+    """
+    patched: set[str] = set()
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            home = self.fn.__module__
+            if home.startswith("triton.") and home not in patched:
+                patched.add(home)
+                return stock(self, *args, **kwargs)
+            return self.rewrite()(*args, **kwargs)
+
+        return __call__ if hasattr(function, "rewrite") else stock
+
+    _wrap(function, "__call__", wrap)
 
 
 def _silent(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 `kernel[grid](...)` costs the host 12 us, most of them to find the compiled kernel that suits its arguments. Which one
 does follows from the layouts, the options and the device of a problem, so it is remembered by them: the next launch
-is one call of the compiled kernel's launcher, the one that `kernel[grid](...)` ends in, with the same arguments.
+is one call of the function that `kernel[grid](...)` ends in, with the same arguments.
 
 Whatever watches launches or changes them sees every launch, started in Triton's own way: hooks of profilers, Triton's
 debug and instrumentation modes, a driver that only compiles, the interpreter.
@@ -10,12 +10,15 @@ debug and instrumentation modes, a driver that only compiles, the interpreter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from .. import direct
 
 LIMIT = 4096  # problems remembered, about 1 KB each; when there are so many, all are forgotten
 
@@ -34,20 +37,31 @@ class Launch(NamedTuple):
     scratch: Callable[[int], Tensor] | None = None
 
 
+class _Launcher(NamedTuple):
+    """What starts a compiled kernel: run(programs, 1, 1, stream, *known, *parameters), or their tuple if `packed`."""
+
+    run: Callable[..., Any]
+    known: tuple[Any, ...]
+    packed: bool
+
+
 class _Ready(NamedTuple):
-    """A compiled kernel, and all of its launcher's arguments but the stream and the tensors."""
+    """A compiled kernel, its launcher, and the parameters after the tensors."""
 
     kernel: Any  # held: a compiled kernel that nobody holds is unloaded
-    run: Callable[..., None]
+    run: Callable[..., Any]
+    known: tuple[Any, ...]
+    packed: bool
     programs: int
-    function: int
-    metadata: Any
     args: tuple[Any, ...]
     scratch: Callable[[int], Tensor] | None
 
 
 Tensors = Sequence[Tensor | None]
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
+_enter, _leave = type(_runtime).launch_enter_hook, type(_runtime).launch_exit_hook  # unless set
+_set, _set_to_compile = vars(_runtime), vars(_compilation)  # knobs that have been set
+_C = torch._C
 _ready: dict[tuple[Any, ...], _Ready] = {}
 
 
@@ -61,13 +75,9 @@ def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *opti
     if device < 0:
         _start(plan(inputs, outputs, *options), inputs, outputs, 0)
         return
-    if device != torch._C._cuda_getDevice():
+    if device != _C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(plan, inputs, outputs, *options)
-        return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if _watched():
-        _start(plan(inputs, outputs, *options), inputs, outputs, stream)
         return
     pointers: list[int | None] = []
     problem: list[Any] = [plan, options, device]
@@ -85,26 +95,65 @@ def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *opti
         problem.append(None if pointer is None else pointer & 15)
     key = tuple(problem)
     ready = _ready.get(key)
-    if ready is None:
+    stream = _C._cuda_getCurrentRawStream(device)
+    if ready is None or (_may_be_watched() and _watched()):
         made = plan(inputs, outputs, *options)
         compiled = _start(made, inputs, outputs, stream)
-        _remember(key, made, len(pointers) + (made.scratch is not None), compiled)
-        return
-    _, run, programs, function, metadata, args, scratch = ready
-    if scratch is not None:
-        pointers.append(scratch(stream).data_ptr())
-    run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *args)  # the Nones: no hooks
+        if not _watched():
+            _remember(key, made, len(pointers) + (made.scratch is not None), compiled)
+    else:
+        _run(ready, stream, pointers)
+    launches = direct.under_way.launches
+    if launches is not None and key in _ready:
+        launches.append(direct.Launched(inputs, outputs, _anew(_ready[key], device, inputs, outputs)))
 
 
 def forget() -> None:
     """Has every plan made anew; for whoever changes a table of tiles that plans were made from."""
     _ready.clear()
+    direct.forget()
+
+
+def _run(ready: _Ready, stream: int, pointers: list[int | None]) -> None:
+    _, run, known, packed, programs, args, scratch = ready
+    if scratch is not None:
+        pointers.append(scratch(stream).data_ptr())
+    if packed:
+        run(programs, 1, 1, stream, *known, (*pointers, *args))
+    else:
+        run(programs, 1, 1, stream, *known, *pointers, *args)
+
+
+def _anew(ready: _Ready, device: int, inputs: Tensors, outputs: Tensors) -> Callable[..., list[Tensor] | None]:
+    """`direct.Launched.anew`. What torch allocates begins on 16 bytes."""
+    absent = (None,) * sum(tensor is None for tensor in inputs)
+    like, *layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in (inputs[0], *outputs) if t is not None]
+    recipes = [(layout == like, *layout) for layout in layouts]
+
+    def anew(tensors: tuple[Tensor, ...], pointers: list[Any]) -> list[Tensor] | None:
+        if device != _C._cuda_getDevice() or (_may_be_watched() and _watched()):
+            return None
+        made = [
+            torch.empty_like(tensors[0]) if is_like else torch.empty_strided(size, stride, dtype=dtype, device=place)
+            for is_like, size, stride, dtype, place in recipes
+        ]
+        pointers += absent
+        pointers += [output.data_ptr() for output in made]
+        _run(ready, _C._cuda_getCurrentRawStream(device), pointers)
+        return made
+
+    return anew
 
 
 def _start(made: Launch, inputs: Tensors, outputs: Tensors, stream: int) -> Any:
     """A launch in Triton's own way; the compiled kernel, if there is one."""
     scratch = () if made.scratch is None else (made.scratch(stream),)
     return made.kernel[(made.programs,)](*inputs, *outputs, *scratch, *made.args, **made.options)
+
+
+def _may_be_watched() -> bool:
+    """False where `_watched` need not be asked."""
+    return bool(_set or _set_to_compile or _enter.calls or _leave.calls)
 
 
 def _watched() -> bool:
@@ -129,12 +178,18 @@ def _remember(key: tuple[Any, ...], made: Launch, tensors: int, compiled: Any) -
     ]
     if len(_ready) >= LIMIT:
         _ready.clear()
-    _ready[key] = _Ready(
-        compiled,
-        compiled.run,
-        made.programs,
-        compiled.function,
-        compiled.packed_metadata,
-        (*made.args, *constants),
-        made.scratch,
-    )
+    _ready[key] = _Ready(compiled, *_launcher(compiled), made.programs, (*made.args, *constants), made.scratch)
+
+
+def _launcher(compiled: Any) -> _Launcher:
+    """What starts a compiled kernel: the C function that Triton's launcher calls, if that only adds what is known."""
+    run, known = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)  # the Nones: no hooks
+    if getattr(run, "global_scratch_size", 1) == getattr(run, "profile_scratch_size", 1) == 0:
+        stand_in, stream, parameter = copy.copy(run), object(), object()
+        given: list[Any] = []
+        stand_in.launch = lambda *args: given.extend(args)
+        stand_in(1, 1, 1, stream, *known, parameter)
+        last = given[-1]
+        if given[:4] == [1, 1, 1, stream] and last in (parameter, (parameter,)):
+            return _Launcher(run.launch, tuple(given[4:-1]), last is not parameter)
+    return _Launcher(run, known, False)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,93 +29,14 @@ import triton.language as tl
 
 from ..reference import wide
 from ..tuning.rows import BACKWARD, FORWARD, Parts, RowConfig, device, parts, row_config
-from .exchange import Phase, board, exchange, receive, send
+from .exchange import Phase, board, exchange, shared_state, shared_sum
 from .launch import Launch, Tensors, launch
-from .softmax import LN2, exponential, finish, merge, merge_parts, pivot, state_of, update
+from .row_tiles import again, edge_columns, inside, load, part_of, place, rows_of, shift_of, store
+from .softmax import LN2, exponential, finish, merge, pivot, state_of, update
 from .tiles import fold_rows, row_offset
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
 INT32_COLS = (1 << 31) - (1 << 20)  # shorter rows, padding included, are counted in 32 bits: fewer registers
-
-
-@triton.jit
-def place(n_rows, PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """A program's rows (BLOCK_ROWS,) int64, which of them exist, and its part of them (scalar)."""
-    program = tl.program_id(0)
-    row = (program // PARTS).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    return row, row < n_rows, program % PARTS
-
-
-@triton.jit
-def part_of(part, part_cols, n_units, PARTS: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr):
-    """Where a part of the row begins (int64), and its columns."""
-    n_cols = tl.cast(n_units, INDEX) * UNIT
-    if PARTS == 1:
-        return tl.cast(0, tl.int64), n_cols
-    else:
-        begin = part.to(INDEX) * part_cols
-        return begin.to(tl.int64), tl.multiple_of(tl.minimum(n_cols - begin, part_cols), UNIT)
-
-
-@triton.jit
-def rows_of(x, row, sizes, strides, stride, begin, UNIT: tl.constexpr):
-    """Pointers (BLOCK_ROWS, 1) to column `begin` of rows whose strides are given in units of UNIT elements."""
-    return x + (row_offset(row, sizes, strides) * UNIT)[:, None] + begin * stride
-
-
-@triton.jit
-def load(
-    x, row_in, column, stride, left, PAD: tl.constexpr, EVICTION: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """A tile as it is stored. x: pointers (BLOCK_ROWS, 1), column: (BLOCK_COLS,) from there, of which `left` exist."""
-    at = x + (column.to(tl.int64) * stride)[None, :]
-    if EVEN and BLOCK_ROWS == 1:
-        return tl.load(at, eviction_policy=EVICTION)
-    elif EVEN:
-        return tl.load(at, mask=row_in[:, None], other=PAD, eviction_policy=EVICTION)
-    elif BLOCK_ROWS == 1:
-        return tl.load(at, mask=(column < left)[None, :], other=PAD, eviction_policy=EVICTION)
-    else:
-        inside = row_in[:, None] & (column < left)[None, :]
-        return tl.load(at, mask=inside, other=PAD, eviction_policy=EVICTION)
-
-
-@triton.jit
-def again(tile, nothing):
-    """A loaded tile in float32, from a value that the compiler must take for another one.
-
-    So 16-bit tiles wait for their row's state in half the registers, and twice as many bytes are under way: without
-    this the float32 copies of a first use would be kept for the second. `nothing` is 0, which the compiler does not
-    know; each use of a tile that is to be computed anew takes one of its own.
-    """
-    if tile.dtype == tl.float32:
-        return tile
-    else:
-        ROWS: tl.constexpr = tile.shape[0]
-        COLS: tl.constexpr = tile.shape[1]
-        if COLS == 1:
-            return tile.to(tl.float32)
-        low, high = tl.split(tl.reshape(tile.to(tl.int16, bitcast=True), (ROWS, COLS // 2, 2)))
-        word = ((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)) ^ nothing
-        low = word.to(tl.int16).to(tile.dtype, bitcast=True).to(tl.float32)
-        high = (word >> 16).to(tl.int16).to(tile.dtype, bitcast=True).to(tl.float32)
-        return tl.reshape(tl.join(low, high), (ROWS, COLS))
-
-
-@triton.jit
-def store(y, tile, row_in, column, stride, left, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The counterpart of `load`, rounding to y's dtype."""
-    at = y + (column.to(tl.int64) * stride)[None, :]
-    tile = tile.to(y.dtype.element_ty)
-    if EVEN and BLOCK_ROWS == 1:
-        tl.store(at, tile)
-    elif EVEN:
-        tl.store(at, tile, mask=row_in[:, None])
-    elif BLOCK_ROWS == 1:
-        tl.store(at, tile, mask=(column < left)[None, :])
-    else:
-        tl.store(at, tile, mask=row_in[:, None] & (column < left)[None, :])
 
 
 @triton.jit
@@ -137,8 +58,17 @@ def result(x, at, inverse, log_s, LOG: tl.constexpr):
 
 
 @triton.jit
+def summand(g, y, LOG: tl.constexpr):
+    """What a backward sums over a row."""
+    if LOG:
+        return g
+    else:
+        return g * y
+
+
+@triton.jit
 def gradient(g, y, total, LOG: tl.constexpr):
-    """y * (g - sum(y * g)), or g - exp(y) * sum(g) if LOG; total is the sum."""
+    """y * (g - sum(y * g)), or g - exp(y) * sum(g) if LOG; total is the sum of the summands."""
     if LOG:
         return g - exponential(y, 0.0, 1.0) * total[:, None]
     else:
@@ -148,165 +78,147 @@ def gradient(g, y, total, LOG: tl.constexpr):
 @triton.jit
 def softmax_forward_kernel(
     x, y, board, sizes, x_strides, y_strides, x_stride, y_stride, n_rows, n_units, part_cols, nothing, nor_this,
-    LOG: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    LOG: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """y = exp(x - m) / s, or (x - m) - ln(s) if LOG; NaN in rows without mass, as in torch."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
-    begin, left = part_of(part, part_cols, n_units, PARTS, UNIT, INDEX)
-    x = rows_of(x, row, sizes, x_strides, x_stride, begin, UNIT)
-    y = rows_of(y, row, sizes, y_strides, y_stride, begin, UNIT)
+    shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
+    x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
+    y = rows_of(y, row, sizes, y_strides, y_stride, shift, begin, UNIT, ALIGN)
     column = tl.arange(0, BLOCK_COLS)
     m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
     s = tl.zeros((BLOCK_ROWS,), tl.float32)
     if WHOLE:
         tiles = ()
         for t in tl.static_range(TILES):
-            tiles = tiles + (load(x, row_in, column + t * BLOCK_COLS, x_stride, left, EMPTY, "", EVEN, BLOCK_ROWS),)
+            here = column + t * BLOCK_COLS
+            tiles = tiles + (  # noqa: RUF005 (Triton has no unpacking)
+                load(x, row_in, here, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS),)
         for t in tl.static_range(TILES):
-            m_tile, s_tile = state_of(tiles[t].to(tl.float32), again(tiles[t], nothing))
+            here = column + t * BLOCK_COLS
+            tile = inside(tiles[t].to(tl.float32), here, lo, hi, EMPTY, ALIGN)
+            tile_again = inside(again(tiles[t], nothing, PACKED), here, lo, hi, EMPTY, ALIGN)
+            m_tile, s_tile = state_of(tile, tile_again)
             m, s, _, _ = merge(m, s, m_tile, s_tile)
     else:
-        for start in range(0, left, BLOCK_COLS):
+        for start in range(0, hi, BLOCK_COLS):
+            x_here = x + tl.cast(start, tl.int64) * x_stride
             tile = load(
-                x + tl.cast(start, tl.int64) * x_stride,
-                row_in,
-                column,
-                x_stride,
-                left - start,
-                EMPTY,
-                "evict_last",
-                EVEN,
-                BLOCK_ROWS,
-            )
-            m, s, _, _ = update(m, s, tile.to(tl.float32))
+                x_here, row_in, column, x_stride, lo - start, hi - start,
+                EMPTY, "evict_last", EVEN, UNIT, ALIGN, BLOCK_ROWS,
+            )  # fmt: skip
+            m, s, _, _ = update(m, s, inside(tile.to(tl.float32), column, lo - start, hi - start, EMPTY, ALIGN))
     if PARTS > 1:
-        if SEND:
-            send(board, tl.max(row, 0), part, m, s, PARTS, BLOCK_PARTS)
-        if not RECEIVE:
-            return
-        m_parts, s_parts = receive(board, tl.max(row, 0), part, EMPTY, 0.0, PARTS, BLOCK_PARTS)
-        m_row, s_row = merge_parts(m_parts, s_parts)
-        m = tl.full((BLOCK_ROWS,), m_row, tl.float32)
-        s = tl.full((BLOCK_ROWS,), s_row, tl.float32)
+        m, s = shared_state(board, row, part, m, s, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     at, inverse, log_s = of_state(m, s)
     if WHOLE:
         for t in tl.static_range(TILES):
-            out = result(again(tiles[t], nor_this), at, inverse, log_s, LOG)
-            store(y, out, row_in, column + t * BLOCK_COLS, y_stride, left, EVEN, BLOCK_ROWS)
+            out = result(again(tiles[t], nor_this, PACKED), at, inverse, log_s, LOG)
+            store(y, out, row_in, column + t * BLOCK_COLS, y_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
     else:
-        last = (left - 1) // BLOCK_COLS * BLOCK_COLS
-        for back in range(0, left, BLOCK_COLS):
-            here = tl.cast(last - back, tl.int64)
-            there = left - (last - back)
-            tile = load(x + here * x_stride, row_in, column, x_stride, there, EMPTY, "", EVEN, BLOCK_ROWS)
+        last = (hi - 1) // BLOCK_COLS * BLOCK_COLS
+        for back in range(0, hi, BLOCK_COLS):
+            start = last - back
+            x_here = x + tl.cast(start, tl.int64) * x_stride
+            y_here = y + tl.cast(start, tl.int64) * y_stride
+            tile = load(
+                x_here, row_in, column, x_stride, lo - start, hi - start, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS
+            )
             out = result(tile.to(tl.float32), at, inverse, log_s, LOG)
-            store(y + here * y_stride, out, row_in, column, y_stride, there, EVEN, BLOCK_ROWS)
+            store(y_here, out, row_in, column, y_stride, lo - start, hi - start, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+    if ALIGN > 0:
+        edge, left = edge_columns(lo, hi, ALIGN)
+        tile = tl.load(x + edge[None, :], mask=left[None, :], other=EMPTY).to(tl.float32)
+        out = result(tile, at, inverse, log_s, LOG)
+        tl.store(y + edge[None, :], out.to(y.dtype.element_ty), mask=left[None, :])
 
 
 @triton.jit
 def softmax_backward_kernel(
     dy, y, dx, board, sizes, dy_strides, y_strides, dx_strides, dy_stride, y_stride, dx_stride,
     n_rows, n_units, part_cols, nothing,
-    LOG: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    LOG: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (dy - sum(y * dy)), or dy - exp(y) * sum(dy) if LOG."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
-    begin, left = part_of(part, part_cols, n_units, PARTS, UNIT, INDEX)
-    dy = rows_of(dy, row, sizes, dy_strides, dy_stride, begin, UNIT)
-    y = rows_of(y, row, sizes, y_strides, y_stride, begin, UNIT)
-    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, begin, UNIT)
+    shift = shift_of(row, sizes, y_strides, UNIT, ALIGN)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
+    dy = rows_of(dy, row, sizes, dy_strides, dy_stride, shift, begin, UNIT, ALIGN)
+    y = rows_of(y, row, sizes, y_strides, y_stride, shift, begin, UNIT, ALIGN)
+    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, shift, begin, UNIT, ALIGN)
     column = tl.arange(0, BLOCK_COLS)
     if WHOLE:
-        g = load(dy, row_in, column, dy_stride, left, 0.0, "", EVEN, BLOCK_ROWS)
-        v = load(y, row_in, column, y_stride, left, 0.0, "", EVEN, BLOCK_ROWS)
-        if LOG:
-            total = tl.sum(g.to(tl.float32), 1)
-        else:
-            total = tl.sum(v.to(tl.float32) * g.to(tl.float32), 1)
+        g = load(dy, row_in, column, dy_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+        v = load(y, row_in, column, y_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+        total = tl.sum(inside(summand(g.to(tl.float32), v.to(tl.float32), LOG), column, lo, hi, 0.0, ALIGN), 1)
     else:
         # a lane sums its own columns, and lanes are added up once, after the last tile
         lanes = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-        for start in range(0, left, BLOCK_COLS):
+        for start in range(0, hi, BLOCK_COLS):
+            dy_here = dy + tl.cast(start, tl.int64) * dy_stride
+            y_here = y + tl.cast(start, tl.int64) * y_stride
             g = load(
-                dy + tl.cast(start, tl.int64) * dy_stride,
-                row_in,
-                column,
-                dy_stride,
-                left - start,
-                0.0,
-                "evict_last",
-                EVEN,
-                BLOCK_ROWS,
-            ).to(tl.float32)
-            if LOG:
-                lanes += g
-            else:
-                v = load(
-                    y + tl.cast(start, tl.int64) * y_stride,
-                    row_in,
-                    column,
-                    y_stride,
-                    left - start,
-                    0.0,
-                    "evict_last",
-                    EVEN,
-                    BLOCK_ROWS,
-                )
-                lanes += g * v.to(tl.float32)
+                dy_here, row_in, column, dy_stride, lo - start, hi - start,
+                0.0, "evict_last", EVEN, UNIT, ALIGN, BLOCK_ROWS,
+            )  # fmt: skip
+            v = load(
+                y_here, row_in, column, y_stride, lo - start, hi - start,
+                0.0, "evict_last", EVEN, UNIT, ALIGN, BLOCK_ROWS,
+            )  # fmt: skip
+            terms = summand(g.to(tl.float32), v.to(tl.float32), LOG)
+            lanes += inside(terms, column, lo - start, hi - start, 0.0, ALIGN)
         total = tl.sum(lanes, 1)
     if PARTS > 1:
-        if SEND:
-            send(board, tl.max(row, 0), part, tl.full((1,), 1.0, tl.float32), total, PARTS, BLOCK_PARTS)
-        if not RECEIVE:
-            return
-        _, totals = receive(board, tl.max(row, 0), part, 0.0, 0.0, PARTS, BLOCK_PARTS)
-        total = tl.full((BLOCK_ROWS,), tl.sum(totals, 0), tl.float32)
+        total = shared_sum(board, row, part, total, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     if WHOLE:
-        out = gradient(again(g, nothing), again(v, nothing), total, LOG)
-        store(dx, out, row_in, column, dx_stride, left, EVEN, BLOCK_ROWS)
+        out = gradient(again(g, nothing, PACKED), again(v, nothing, PACKED), total, LOG)
+        store(dx, out, row_in, column, dx_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
     else:
-        last = (left - 1) // BLOCK_COLS * BLOCK_COLS
-        for back in range(0, left, BLOCK_COLS):
-            here = tl.cast(last - back, tl.int64)
-            there = left - (last - back)
-            g = load(dy + here * dy_stride, row_in, column, dy_stride, there, 0.0, "", EVEN, BLOCK_ROWS)
-            v = load(y + here * y_stride, row_in, column, y_stride, there, 0.0, "", EVEN, BLOCK_ROWS)
+        last = (hi - 1) // BLOCK_COLS * BLOCK_COLS
+        for back in range(0, hi, BLOCK_COLS):
+            start = last - back
+            dy_here = dy + tl.cast(start, tl.int64) * dy_stride
+            y_here = y + tl.cast(start, tl.int64) * y_stride
+            dx_here = dx + tl.cast(start, tl.int64) * dx_stride
+            g = load(dy_here, row_in, column, dy_stride, lo - start, hi - start, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            v = load(y_here, row_in, column, y_stride, lo - start, hi - start, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
             out = gradient(g.to(tl.float32), v.to(tl.float32), total, LOG)
-            store(dx + here * dx_stride, out, row_in, column, dx_stride, there, EVEN, BLOCK_ROWS)
+            store(dx_here, out, row_in, column, dx_stride, lo - start, hi - start, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+    if ALIGN > 0:
+        edge, left = edge_columns(lo, hi, ALIGN)
+        g = tl.load(dy + edge[None, :], mask=left[None, :], other=0.0).to(tl.float32)
+        v = tl.load(y + edge[None, :], mask=left[None, :], other=0.0).to(tl.float32)
+        tl.store(dx + edge[None, :], gradient(g, v, total, LOG).to(dx.dtype.element_ty), mask=left[None, :])
 
 
 @triton.jit
 def logsumexp_forward_kernel(
     x, lse, board, sizes, x_strides, x_stride, n_rows, n_units, part_cols,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """lse of each row; N elements a row are read."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
-    begin, left = part_of(part, part_cols, n_units, PARTS, UNIT, INDEX)
-    x = rows_of(x, row, sizes, x_strides, x_stride, begin, UNIT)
+    shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
+    x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
     column = tl.arange(0, BLOCK_COLS)
     m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
     s = tl.zeros((BLOCK_ROWS,), tl.float32)
-    for start in range(0, left, BLOCK_COLS):
-        tile = load(
-            x + tl.cast(start, tl.int64) * x_stride, row_in, column, x_stride, left - start, EMPTY, "", EVEN, BLOCK_ROWS
-        )
-        m, s, _, _ = update(m, s, tile.to(tl.float32))
+    for start in range(0, hi, BLOCK_COLS):
+        x_here = x + tl.cast(start, tl.int64) * x_stride
+        tile = load(x_here, row_in, column, x_stride, lo - start, hi - start, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+        m, s, _, _ = update(m, s, inside(tile.to(tl.float32), column, lo - start, hi - start, EMPTY, ALIGN))
     if PARTS > 1:
-        if SEND:
-            send(board, tl.max(row, 0), part, m, s, PARTS, BLOCK_PARTS)
-        if not RECEIVE:
-            return
-        m_parts, s_parts = receive(board, tl.max(row, 0), part, EMPTY, 0.0, PARTS, BLOCK_PARTS)
-        m_row, s_row = merge_parts(m_parts, s_parts)
-        m = tl.full((BLOCK_ROWS,), m_row, tl.float32)
-        s = tl.full((BLOCK_ROWS,), s_row, tl.float32)
+        m, s = shared_state(board, row, part, m, s, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     _, row_lse = finish(m, s)
     tl.store(lse + row, row_lse, mask=row_in & (part == 0))
 
@@ -315,144 +227,172 @@ def logsumexp_forward_kernel(
 def logsumexp_backward_kernel(
     dlse, x, lse, dx, sizes, x_strides, dx_strides, dlse_strides, lse_strides, x_stride, dx_stride,
     n_rows, n_units, part_cols,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """dx = dlse * exp(x - lse), 0 where lse is -inf; a program owns one tile, 2 N elements a row move."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
-    begin, left = part_of(part, part_cols, n_units, PARTS, UNIT, INDEX)
+    shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
     column = tl.arange(0, BLOCK_COLS)
     at = tl.load(lse + row_offset(row, sizes, lse_strides), mask=row_in, other=0.0).to(tl.float32)
     at = tl.where(at == EMPTY, 0.0, at)
     weight = tl.load(dlse + row_offset(row, sizes, dlse_strides), mask=row_in, other=0.0).to(tl.float32)
-    x = rows_of(x, row, sizes, x_strides, x_stride, begin, UNIT)
-    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, begin, UNIT)
-    tile = load(x, row_in, column, x_stride, left, EMPTY, "", EVEN, BLOCK_ROWS).to(tl.float32)
+    x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
+    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, shift, begin, UNIT, ALIGN)
+    tile = load(x, row_in, column, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS).to(tl.float32)
     out = weight[:, None] * exponential(tile, at[:, None], 1.0)
-    store(dx, out, row_in, column, dx_stride, left, EVEN, BLOCK_ROWS)
+    store(dx, out, row_in, column, dx_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+    if ALIGN > 0:
+        edge, left = edge_columns(lo, hi, ALIGN)
+        tile = tl.load(x + edge[None, :], mask=left[None, :], other=EMPTY).to(tl.float32)
+        out = weight[:, None] * exponential(tile, at[:, None], 1.0)
+        tl.store(dx + edge[None, :], out.to(dx.dtype.element_ty), mask=left[None, :])
 
 
 # ---- launchers ---------------------------------------------------------------------------------------------
-# Kernels take a row's length and the strides of rows in units of the largest power of two, up to 16, that
-# divides them all. So the compiler sees that rows start and end on that boundary, and moves 16 bytes at once:
-# by itself it looks for multiples of 16 only, and 1000 bfloat16 are one of 8.
 
 Strides = tuple[int, ...]
 
 
-def _unit(n_cols: int, strides: list[Strides]) -> int:
-    return math.gcd(16, n_cols, *(stride for of_tensor in strides for stride in of_tensor))
+@dataclass(frozen=True)
+class Layout:
+    """Rows of several tensors in memory, and how a program takes them.
+
+    unit: kernels take a row's length and the strides of rows in units of the largest power of two, up to 16, that
+        divides them all. So the compiler sees that rows start and end on that boundary, and moves 16 bytes at once:
+        by itself it looks for multiples of 16 only, and 1000 bfloat16 are one of 8.
+    align: where rows do not start on 16 bytes, yet all tensors' alike, the elements between such boundaries; else 0.
+    """
+
+    n_rows: int
+    n_cols: int
+    sizes: tuple[int, ...]
+    strides: tuple[Strides, ...]
+    unit: int
+    align: int
+    config: RowConfig
+    parts: Parts
+
+    @property
+    def programs(self) -> int:
+        return triton.cdiv(self.n_rows, self.config.block_rows) * self.parts.count
+
+    @property
+    def args(self) -> tuple[object, ...]:
+        """Sizes and strides of rows, and what follows the strides of columns."""
+        return (self.sizes, *self.strides)
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        return self.n_rows, self.n_cols // self.unit, self.parts.cols
+
+    @property
+    def options(self) -> dict[str, object]:
+        tile = self.config.block_cols * (self.config.tiles if self.parts.whole else 1)
+        return {
+            "EVEN": self.align == 0 and self.n_cols % self.parts.cols == 0 and self.parts.cols % tile == 0,
+            "UNIT": self.unit,
+            "ALIGN": self.align,
+            "INDEX": tl.int32 if self.n_cols < INT32_COLS else tl.int64,
+            "PARTS": self.parts.count,
+            "BLOCK_ROWS": self.config.block_rows,
+            "BLOCK_COLS": self.config.block_cols,
+            "num_warps": self.config.num_warps,
+            "maxnreg": self.registers,
+        }
+
+    @property
+    def registers(self) -> int | None:
+        """The config's cap, and half as many again to find the ends of rows that begin anywhere."""
+        cap = self.config.registers
+        return cap if cap is None or self.align == 0 else cap * 3 // 2 // 8 * 8
+
+    def packed(self, *held: torch.Tensor) -> bool:
+        """Whether tiles are held as they were read: of 16 bits, with 32 elements or more a thread."""
+        elements = self.config.block_rows * self.config.block_cols * self.config.tiles
+        return elements >= self.config.num_warps * 32 * 32 and all(x.element_size() == 2 for x in held)
 
 
-def _in_units(unit: int, strides: list[Strides]) -> list[Strides]:
-    return [tuple(stride // unit for stride in of_tensor) for of_tensor in strides]
-
-
-def _index(n_cols: int) -> tl.dtype:
-    return tl.int32 if n_cols < INT32_COLS else tl.int64
-
-
-def _config(op: str, x: torch.Tensor, strides: Strides) -> RowConfig:
-    """The tiles for rows like x's, whose strides are given."""
-    rows_inner = strides[0] == 1 and x.stride(-1) > 1
-    return row_config(op, x.shape[-1], x.element_size(), rows_inner, device(x.get_device()))
+def _layout(op: str, x: torch.Tensor, *others: torch.Tensor, tiles: int | None = None) -> Layout:
+    """The layout of x and of others like it; `tiles` in place of the config's."""
+    n_cols, tensors = x.shape[-1], (x, *others)
+    sizes, strides = fold_rows(*tensors)
+    unit = math.gcd(16, n_cols, *(stride for of_tensor in strides for stride in of_tensor))
+    align = 16 // min(tensor.element_size() for tensor in tensors)
+    alike = all(len({stride % align for stride in along}) == 1 for along in zip(*strides, strict=True))
+    if unit % align == 0 or not alike or any(tensor.stride(-1) != 1 or tensor.data_ptr() % 16 for tensor in tensors):
+        align = 0
+    rows_inner = strides[0][0] == 1 and x.stride(-1) > 1
+    config = row_config(op, n_cols + align, x.element_size(), rows_inner, device(x.get_device()))
+    if align > 0 and config.block_rows > 1:
+        align = 0
+        config = row_config(op, n_cols, x.element_size(), rows_inner, device(x.get_device()))
+    if tiles is not None:
+        config = replace(config, tiles=tiles)
+    in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in strides)
+    share = parts(config, n_cols + align)
+    return Layout(x.numel() // n_cols, n_cols, sizes, in_units, unit, align, config, share)
 
 
 def _launch(
-    kernel: Any,
-    phase: Phase,
-    config: RowConfig,
-    share: Parts,
-    x: torch.Tensor,
-    unit: int,
-    args: tuple[object, ...],
-    constants: dict[str, object],
+    kernel: Any, x: torch.Tensor, rows: Layout, args: tuple[object, ...], constants: dict[str, object], phase: Phase
 ) -> Launch:
-    """The launch of a kernel for rows like x's that may be shared. Programs that only send have nothing to do alone."""
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols
-    programs = triton.cdiv(n_rows, config.block_rows) * share.count
-    shared = share.count > 1
-    tile_cols = config.block_cols * (config.tiles if share.whole else 1)
-    options = {
-        "EVEN": n_cols % share.cols == 0 and share.cols % tile_cols == 0,
-        "UNIT": unit,
-        "INDEX": _index(n_cols),
-        "PARTS": share.count,
-        "BLOCK_PARTS": triton.next_power_of_2(share.count),
-        "SEND": phase.sends,
-        "RECEIVE": phase.receives,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_COLS": config.block_cols,
-        "num_warps": config.num_warps,
-        "maxnreg": config.registers,
-    }
-    return Launch(
-        kernel,
-        programs if shared or phase.receives else 0,
-        args if shared else (None, *args),
-        constants | options,
-        functools.partial(board, x.device, n_rows * share.count**2) if shared else None,
+    """The launch of a kernel whose rows may be shared. Programs that only send have nothing to do alone."""
+    count = rows.parts.count
+    constants = (
+        rows.options
+        | constants
+        | {
+            "BLOCK_PARTS": triton.next_power_of_2(count),
+            "SENDS": phase.sends,
+            "RECEIVES": phase.receives,
+        }
     )
+    if count == 1:
+        return Launch(kernel, rows.programs if phase.receives else 0, (None, *args), constants)
+    scratch = functools.partial(board, x.device, rows.n_rows * count**2)
+    return Launch(kernel, rows.programs, args, constants, scratch)
 
 
 def _plan_forward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bool, phase: Phase) -> Launch:
     (x,), (y,) = inputs, outputs
-    n_cols = x.shape[-1]
-    sizes, strides = fold_rows(x, y)
-    unit = _unit(n_cols, strides)
-    config = _config(FORWARD, x, strides[0])
-    share = parts(config, n_cols)
-    args = (
-        sizes, *_in_units(unit, strides), x.stride(-1), y.stride(-1),
-        x.numel() // n_cols, n_cols // unit, share.cols, 0, 0,
-    )  # fmt: skip
-    constants = {"LOG": log, "WHOLE": share.whole, "TILES": config.tiles}
-    return _launch(softmax_forward_kernel, phase, config, share, x, unit, args, constants)
+    rows = _layout(FORWARD, x, y)
+    args = (*rows.args, x.stride(-1), y.stride(-1), *rows.lengths, 0, 0)
+    constants = {"LOG": log, "WHOLE": rows.parts.whole, "PACKED": rows.packed(x), "TILES": rows.config.tiles}
+    return _launch(softmax_forward_kernel, x, rows, args, constants, phase)
 
 
 def _plan_backward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bool, phase: Phase) -> Launch:
     (dy, y), (dx,) = inputs, outputs
-    n_cols = y.shape[-1]
-    sizes, strides = fold_rows(dy, y, dx)
-    unit = _unit(n_cols, strides)
-    config = replace(_config(BACKWARD, y, strides[1]), tiles=1)
-    share = parts(config, n_cols)
-    args = (
-        sizes, *_in_units(unit, strides), dy.stride(-1), y.stride(-1), dx.stride(-1),
-        y.numel() // n_cols, n_cols // unit, share.cols, 0,
-    )  # fmt: skip
-    constants = {"LOG": log, "WHOLE": share.whole}
-    return _launch(softmax_backward_kernel, phase, config, share, y, unit, args, constants)
+    rows = _layout(BACKWARD, y, dy, dx, tiles=1)
+    of_y, of_dy, of_dx = rows.strides
+    args = (rows.sizes, of_dy, of_y, of_dx, dy.stride(-1), y.stride(-1), dx.stride(-1), *rows.lengths, 0)
+    constants = {"LOG": log, "WHOLE": rows.parts.whole, "PACKED": rows.packed(y, dy)}
+    return _launch(softmax_backward_kernel, y, rows, args, constants, phase)
 
 
 def _plan_logsumexp(inputs: Tensors, outputs: Tensors, phase: Phase) -> Launch:
     (x,) = inputs
-    n_cols = x.shape[-1]
-    sizes, strides = fold_rows(x)
-    unit = _unit(n_cols, strides)
-    config = _config(FORWARD, x, strides[0])
-    share = replace(parts(config, n_cols), whole=False)  # a loop over tiles, none of which is kept
-    args = (sizes, *_in_units(unit, strides), x.stride(-1), x.numel() // n_cols, n_cols // unit, share.cols)
-    return _launch(logsumexp_forward_kernel, phase, config, share, x, unit, args, {})
+    rows = _layout(FORWARD, x)
+    rows = replace(rows, parts=replace(rows.parts, whole=False))  # a loop over tiles, none of which is kept
+    return _launch(logsumexp_forward_kernel, x, rows, (*rows.args, x.stride(-1), *rows.lengths), {}, phase)
 
 
 def _plan_logsumexp_backward(inputs: Tensors, outputs: Tensors) -> Launch:
     (dlse, x, lse), (dx,) = inputs, outputs
-    n_cols = x.shape[-1]
-    sizes, strides = fold_rows(x, dx, dlse.unsqueeze(-1), lse.unsqueeze(-1))
-    unit = _unit(n_cols, strides[:2])
-    config = _config(FORWARD, x, strides[0])
-    count = triton.cdiv(n_cols, config.block_cols)
+    rows = _layout(FORWARD, x, dx)
+    cols = rows.config.block_cols
+    rows = replace(
+        rows, parts=Parts(triton.cdiv(rows.n_cols + rows.align, cols), cols, True), config=replace(rows.config, tiles=1)
+    )
+    sizes, (of_x, of_dx, of_dlse, of_lse) = fold_rows(x, dx, dlse.unsqueeze(-1), lse.unsqueeze(-1))
+    unit = rows.unit
     args = (
-        sizes, *_in_units(unit, strides[:2]), *strides[2:], x.stride(-1), dx.stride(-1),
-        lse.numel(), n_cols // unit, config.block_cols,
+        sizes, tuple(stride // unit for stride in of_x), tuple(stride // unit for stride in of_dx), of_dlse, of_lse,
+        x.stride(-1), dx.stride(-1), *rows.lengths,
     )  # fmt: skip
-    options = {
-        "EVEN": n_cols % config.block_cols == 0, "UNIT": unit, "INDEX": _index(n_cols), "PARTS": count,
-        "BLOCK_ROWS": config.block_rows, "BLOCK_COLS": config.block_cols, "num_warps": config.num_warps,
-    }  # fmt: skip
-    return Launch(logsumexp_backward_kernel, triton.cdiv(lse.numel(), config.block_rows) * count, args, options)
+    return Launch(logsumexp_backward_kernel, rows.programs, args, rows.options)
 
 
 def softmax_forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

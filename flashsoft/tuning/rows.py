@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 
@@ -19,7 +19,9 @@ FORWARD, BACKWARD = "softmax_forward", "softmax_backward"
 TENSORS = {FORWARD: 1, BACKWARD: 2}  # tensors of which a program holds tiles
 PART_UNIT = 64  # columns; parts of a row begin on whole lines of 128 bytes, where the row does
 MAX_PARTS = 64
-MAX_PER_THREAD = 64  # elements over all tensors that a thread can hold: two of 16 bits a register, or one of 32
+# Registers for tiles, each of which holds two elements of 16 bits or one of 32: a thread's, and a program's, half of
+# those that a multiprocessor has.
+THREAD_REGISTERS, PROGRAM_REGISTERS = 64, 32768
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class RowConfig:
     tiles: int = 1
     max_parts: int = 1
     registers: int | None = None  # a thread's, where the compiler would take more than its share
+
+    def __str__(self) -> str:
+        said = [f"{self.block_rows} x {self.block_cols}", f"{self.num_warps} warps"]
+        said += [f"{self.tiles} tiles"] if self.tiles > 1 else []
+        said += [f"up to {self.max_parts} parts"] if self.max_parts > 1 else []
+        said += [f"{self.registers} registers"] if self.registers is not None else []
+        return ", ".join(said)
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,14 @@ def parts(config: RowConfig, n_cols: int) -> Parts:
 def legal(config: RowConfig, op: str, itemsize: int) -> bool:
     """Whether a kernel can be built with `config` and hold its tiles in registers."""
     numel = config.block_rows * config.block_cols
-    held = numel * config.tiles * TENSORS[op] * max(itemsize, 2) // 2
+    held = numel * config.tiles * TENSORS[op] * itemsize / 4
     return (
         all(_power_of_two(size) == size for size in (config.block_rows, config.block_cols, config.num_warps))
         and config.num_warps <= 32
         and (config.max_parts == 1 or (config.block_rows == 1 and config.block_cols * config.tiles >= PART_UNIT))
-        and 1 <= held <= config.num_warps * 32 * MAX_PER_THREAD
+        and 1 <= config.max_parts <= MAX_PARTS
+        and (config.registers is None or 16 <= config.registers <= 255)
+        and 0 < held <= min(config.num_warps * 32 * THREAD_REGISTERS, PROGRAM_REGISTERS)
     )
 
 
@@ -109,9 +120,27 @@ def row_config(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device
         return _forced[-1]
     if on.name == "interpreter":
         return _interpreted(n_cols, itemsize, rows_inner)
-    found = None if rows_inner else tables.find(on.name, op, itemsize, n_cols)
-    config = _ruled(op, n_cols, itemsize, rows_inner, on) if found is None else RowConfig(**found)
-    return config
+    found = None if rows_inner else tables.find(on.name, op, itemsize, n_cols, _usable)
+    if found is None:
+        return _ruled(op, n_cols, itemsize, rows_inner, on)
+    config = RowConfig(**found)  # measured on a device that may be larger than this one
+    return replace(config, max_parts=min(config.max_parts, most_parts(on)))
+
+
+def most_parts(on: Device) -> int:
+    """Programs that may share a row: the device has room for that many at once."""
+    return min(MAX_PARTS, on.multiprocessors)
+
+
+def _usable(entry: tables.Entry) -> bool:
+    """Whether a table's entry is a legal config; tables are files, and come from other versions too."""
+    config = entry["config"]
+    try:
+        return all(value is None or type(value) is int for value in config.values()) and legal(
+            RowConfig(**config), entry["op"], entry["itemsize"]
+        )
+    except TypeError:  # a field that is not one, or is missing, or None
+        return False
 
 
 def _ruled(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) -> RowConfig:
@@ -130,7 +159,7 @@ def _ruled(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) ->
         return RowConfig(short // whole, whole, 4)
     if whole * tensors <= 16384:
         return RowConfig(1, whole, _clamp(whole // 512, 4, 16))
-    most = min(MAX_PARTS, on.multiprocessors)
+    most = most_parts(on)
     return RowConfig(1, 8192, 8, 1, most) if op == BACKWARD else RowConfig(1, 4096, 8, 2, most)
 
 
@@ -141,7 +170,7 @@ def _interpreted(n_cols: int, itemsize: int, rows_inner: bool) -> RowConfig:
         return RowConfig(32 // itemsize, min(whole, 128), 4)
     if whole <= 1024:
         return RowConfig(_clamp(2048 // whole, 1, 1024), whole, 4)
-    return RowConfig(1, 256, 4, 2, 4)
+    return RowConfig(1, 512, 4, 2, 2)
 
 
 def _clamp(value: int, least: int, most: int) -> int:
