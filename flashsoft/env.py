@@ -18,7 +18,7 @@ BACKEND: str | None = os.environ.get("FLASHSOFT_BACKEND") or None
 CHECK: bool = os.environ.get("FLASHSOFT_CHECK", "0") not in ("", "0")
 TUNING = Path(
     os.environ.get("FLASHSOFT_TUNING")
-    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashsoft" / "tuning"
+    or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "flashsoft", "tuning")  # noqa: PTH111 (never raises)
 )
 
 logger = logging.getLogger("flashsoft")

@@ -62,7 +62,7 @@ Call = Callable[[], None]
 MEASURED = "90"
 ELSEWHERE = re.compile(
     r"attention-(fp16-d64v64-causal|bf16-d128v128-(causal|bool)|bf16-d256v256-causal|fp32-.*)$"
-    r"|softmax-(fp32-(100|32768)|bf16-(4096|128256))$|logsumexp-(fp32-200000|bf16-inner)$"
+    r"|softmax-(fp32-(100|32768|1000001)|bf16-(4096|50257|128256))$|logsumexp-(fp32-200000|bf16-inner)$"
     r"|fused-(bf16-(100|50000)-everything|fp32-4096-top_k|fp16-causal)$"
 )
 
@@ -137,8 +137,8 @@ def cases() -> dict[str, Call]:
     table["attention-bf16-d64v64-negative"] = attention(torch.bfloat16, 64, 64, "none", scale=-0.5)
     for name in ("softmax", "log_softmax", "logsumexp"):
         for dtype, widths in (
-            ("fp32", (100, 1024, 8192, 32_768, 200_000)),
-            ("bf16", (1000, 4096, 32_768, 128_256)),
+            ("fp32", (100, 1024, 8192, 32_768, 200_000, 1_000_001)),
+            ("bf16", (1000, 4096, 4097, 16_384, 32_768, 50_257, 128_256, 1_000_000)),
         ):
             for n in widths:
                 table[f"{name}-{dtype}-{n}"] = rows(name, types[dtype], 64, n)

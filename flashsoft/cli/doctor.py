@@ -99,6 +99,7 @@ def variables() -> dict[str, str]:
     return {
         "FLASHSOFT_BACKEND": env.BACKEND or "not set (chosen per call)",
         "FLASHSOFT_CHECK": "1 (contents of tensors are checked)" if env.CHECK else "0",
+        "FLASHSOFT_TUNING": str(env.TUNING) + ("" if env.TUNING.is_dir() else " (nothing tuned)"),
         "FLASHSOFT_LOG": logging.getLevelName(env.logger.level) if env.logger.level else "not set",
     }
 

@@ -97,7 +97,8 @@ def softmax_forward_kernel(
         for t in tl.static_range(TILES):
             here = column + t * BLOCK_COLS
             tiles = tiles + (  # noqa: RUF005 (Triton has no unpacking)
-                load(x, row_in, here, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS),)
+                load(x, row_in, here, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS),
+            )
         for t in tl.static_range(TILES):
             here = column + t * BLOCK_COLS
             tile = inside(tiles[t].to(tl.float32), here, lo, hi, EMPTY, ALIGN)
@@ -290,7 +291,8 @@ class Layout:
     @property
     def options(self) -> dict[str, object]:
         tile = self.config.block_cols * (self.config.tiles if self.parts.whole else 1)
-        return {
+        capped = {} if self.registers is None else {"maxnreg": self.registers}  # an option of CUDA's alone
+        return capped | {
             "EVEN": self.align == 0 and self.n_cols % self.parts.cols == 0 and self.parts.cols % tile == 0,
             "UNIT": self.unit,
             "ALIGN": self.align,
@@ -299,7 +301,6 @@ class Layout:
             "BLOCK_ROWS": self.config.block_rows,
             "BLOCK_COLS": self.config.block_cols,
             "num_warps": self.config.num_warps,
-            "maxnreg": self.registers,
         }
 
     @property
