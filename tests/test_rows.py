@@ -21,9 +21,9 @@ HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("softmax", "log_softmax", "logsumexp")
 
 # Where another way begins: under the interpreter rows are shared beyond 1,024 and read twice beyond 2,048; on an H200
-# they are shared beyond 8,192 (backward), 16,384 (16 bits) and 32,768, read twice beyond 524,288.
+# they are shared beyond 8,192 (backward), 16,384 (16 bits) and 32,768, read twice beyond 262,144.
 LENGTHS = (1, 2, 3, 64, 127, 128, 129, 255, 257, 511, 512, 513, 1017, 1023, 1024, 1025, 2047, 2048, 2049)
-EDGES = (8192, 16384, 32768, 65536, 1 << 19)
+EDGES = (8192, 16384, 32768, 65536, 1 << 18)
 LONG = (*(edge + by for edge in EDGES for by in (-1, 0, 1)), 50257, 128256, (1 << 20) + 3)
 
 

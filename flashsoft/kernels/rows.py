@@ -96,9 +96,8 @@ def softmax_forward_kernel(
         tiles = ()
         for t in tl.static_range(TILES):
             here = column + t * BLOCK_COLS
-            tiles = tiles + (  # noqa: RUF005 (Triton has no unpacking)
-                load(x, row_in, here, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS),
-            )
+            tile = load(x, row_in, here, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            tiles = tiles + (tile,)  # noqa: RUF005 (Triton has no unpacking)
         for t in tl.static_range(TILES):
             here = column + t * BLOCK_COLS
             tile = inside(tiles[t].to(tl.float32), here, lo, hi, EMPTY, ALIGN)
@@ -142,7 +141,7 @@ def softmax_forward_kernel(
 def softmax_backward_kernel(
     dy, y, dx, board, sizes, dy_strides, y_strides, dx_strides, dy_stride, y_stride, dx_stride,
     n_rows, n_units, part_cols, nothing,
-    LOG: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
+    LOG: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -156,9 +155,16 @@ def softmax_backward_kernel(
     dx = rows_of(dx, row, sizes, dx_strides, dx_stride, shift, begin, UNIT, ALIGN)
     column = tl.arange(0, BLOCK_COLS)
     if WHOLE:
-        g = load(dy, row_in, column, dy_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
-        v = load(y, row_in, column, y_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
-        total = tl.sum(inside(summand(g.to(tl.float32), v.to(tl.float32), LOG), column, lo, hi, 0.0, ALIGN), 1)
+        gs, vs = (), ()
+        total = tl.zeros((BLOCK_ROWS,), tl.float32)
+        for t in tl.static_range(TILES):
+            here = column + t * BLOCK_COLS
+            g = load(dy, row_in, here, dy_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            v = load(y, row_in, here, y_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            gs, vs = gs + (g,), vs + (v,)  # noqa: RUF005
+        for t in tl.static_range(TILES):
+            terms = summand(gs[t].to(tl.float32), vs[t].to(tl.float32), LOG)
+            total += tl.sum(inside(terms, column + t * BLOCK_COLS, lo, hi, 0.0, ALIGN), 1)
     else:
         # a lane sums its own columns, and lanes are added up once, after the last tile
         lanes = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
@@ -179,8 +185,9 @@ def softmax_backward_kernel(
     if PARTS > 1:
         total = shared_sum(board, row, part, total, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     if WHOLE:
-        out = gradient(again(g, nothing, PACKED), again(v, nothing, PACKED), total, LOG)
-        store(dx, out, row_in, column, dx_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+        for t in tl.static_range(TILES):
+            out = gradient(again(gs[t], nothing, PACKED), again(vs[t], nothing, PACKED), total, LOG)
+            store(dx, out, row_in, column + t * BLOCK_COLS, dx_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
     else:
         last = (hi - 1) // BLOCK_COLS * BLOCK_COLS
         for back in range(0, hi, BLOCK_COLS):
@@ -260,6 +267,7 @@ Strides = tuple[int, ...]
 class Layout:
     """Rows of several tensors in memory, and how a program takes them.
 
+    strides, per_row: of rows, in units; of numbers a row, in elements.
     unit: kernels take a row's length and the strides of rows in units of the largest power of two, up to 16, that
         divides them all. So the compiler sees that rows start and end on that boundary, and moves 16 bytes at once:
         by itself it looks for multiples of 16 only, and 1000 bfloat16 are one of 8.
@@ -270,6 +278,7 @@ class Layout:
     n_cols: int
     sizes: tuple[int, ...]
     strides: tuple[Strides, ...]
+    per_row: tuple[Strides, ...]
     unit: int
     align: int
     config: RowConfig
@@ -278,11 +287,6 @@ class Layout:
     @property
     def programs(self) -> int:
         return triton.cdiv(self.n_rows, self.config.block_rows) * self.parts.count
-
-    @property
-    def args(self) -> tuple[object, ...]:
-        """Sizes and strides of rows, and what follows the strides of columns."""
-        return (self.sizes, *self.strides)
 
     @property
     def lengths(self) -> tuple[int, int, int]:
@@ -315,25 +319,28 @@ class Layout:
         return elements >= self.config.num_warps * 32 * 32 and all(x.element_size() == 2 for x in held)
 
 
-def _layout(op: str, x: torch.Tensor, *others: torch.Tensor, tiles: int | None = None) -> Layout:
-    """The layout of x and of others like it; `tiles` in place of the config's."""
-    n_cols, tensors = x.shape[-1], (x, *others)
-    sizes, strides = fold_rows(*tensors)
-    unit = math.gcd(16, n_cols, *(stride for of_tensor in strides for stride in of_tensor))
+def _layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = ()) -> Layout:
+    """The layout of tensors of the same rows, the first of which decides on the config; per_row: a number a row."""
+    x = tensors[0]
+    n_cols, itemsize = x.shape[-1], x.element_size()
+    sizes, strides = fold_rows(*tensors, *(numbers.unsqueeze(-1) for numbers in per_row))
+    of_tensors, of_numbers = strides[: len(tensors)], strides[len(tensors) :]
+    unit = math.gcd(16, n_cols, *(stride for of_tensor in of_tensors for stride in of_tensor))
     align = 16 // min(tensor.element_size() for tensor in tensors)
-    alike = all(len({stride % align for stride in along}) == 1 for along in zip(*strides, strict=True))
-    if unit % align == 0 or not alike or any(tensor.stride(-1) != 1 or tensor.data_ptr() % 16 for tensor in tensors):
+    alike = all(len({stride % align for stride in along}) == 1 for along in zip(*of_tensors, strict=True))
+    on_boundaries = all(tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if unit % align == 0 or not alike or not on_boundaries:
         align = 0
-    rows_inner = strides[0][0] == 1 and x.stride(-1) > 1
-    config = row_config(op, n_cols + align, x.element_size(), rows_inner, device(x.get_device()))
-    if align > 0 and config.block_rows > 1:
+    rows_inner = of_tensors[0][0] == 1 and x.stride(-1) > 1
+    config = row_config(op, n_cols + align, itemsize, rows_inner, device(x.get_device()))
+    if config.block_rows > 1 and align > 0:
         align = 0
-        config = row_config(op, n_cols, x.element_size(), rows_inner, device(x.get_device()))
-    if tiles is not None:
-        config = replace(config, tiles=tiles)
-    in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in strides)
+        config = row_config(op, n_cols, itemsize, rows_inner, device(x.get_device()))
+    in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in of_tensors)
     share = parts(config, n_cols + align)
-    return Layout(x.numel() // n_cols, n_cols, sizes, in_units, unit, align, config, share)
+    return Layout(
+        x.numel() // n_cols, n_cols, sizes, in_units, tuple(of_numbers), unit, align, config, share
+    )  # fmt: skip
 
 
 def _launch(
@@ -359,17 +366,17 @@ def _launch(
 def _plan_forward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bool, phase: Phase) -> Launch:
     (x,), (y,) = inputs, outputs
     rows = _layout(FORWARD, x, y)
-    args = (*rows.args, x.stride(-1), y.stride(-1), *rows.lengths, 0, 0)
-    constants = {"LOG": log, "WHOLE": rows.parts.whole, "PACKED": rows.packed(x), "TILES": rows.config.tiles}
+    args = (rows.sizes, *rows.strides, x.stride(-1), y.stride(-1), *rows.lengths, 0, 0)
+    constants = {"LOG": log, "WHOLE": rows.parts.whole, "TILES": rows.config.tiles, "PACKED": rows.packed(x)}
     return _launch(softmax_forward_kernel, x, rows, args, constants, phase)
 
 
 def _plan_backward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bool, phase: Phase) -> Launch:
     (dy, y), (dx,) = inputs, outputs
-    rows = _layout(BACKWARD, y, dy, dx, tiles=1)
+    rows = _layout(BACKWARD, y, dy, dx)
     of_y, of_dy, of_dx = rows.strides
     args = (rows.sizes, of_dy, of_y, of_dx, dy.stride(-1), y.stride(-1), dx.stride(-1), *rows.lengths, 0)
-    constants = {"LOG": log, "WHOLE": rows.parts.whole, "PACKED": rows.packed(y, dy)}
+    constants = {"LOG": log, "WHOLE": rows.parts.whole, "TILES": rows.config.tiles, "PACKED": rows.packed(y, dy)}
     return _launch(softmax_backward_kernel, y, rows, args, constants, phase)
 
 
@@ -377,22 +384,19 @@ def _plan_logsumexp(inputs: Tensors, outputs: Tensors, phase: Phase) -> Launch:
     (x,) = inputs
     rows = _layout(FORWARD, x)
     rows = replace(rows, parts=replace(rows.parts, whole=False))  # a loop over tiles, none of which is kept
-    return _launch(logsumexp_forward_kernel, x, rows, (*rows.args, x.stride(-1), *rows.lengths), {}, phase)
+    args = (rows.sizes, *rows.strides, x.stride(-1), *rows.lengths)
+    return _launch(logsumexp_forward_kernel, x, rows, args, {}, phase)
 
 
 def _plan_logsumexp_backward(inputs: Tensors, outputs: Tensors) -> Launch:
     (dlse, x, lse), (dx,) = inputs, outputs
-    rows = _layout(FORWARD, x, dx)
+    rows = _layout(FORWARD, x, dx, per_row=(dlse, lse))
     cols = rows.config.block_cols
-    rows = replace(
-        rows, parts=Parts(triton.cdiv(rows.n_cols + rows.align, cols), cols, True), config=replace(rows.config, tiles=1)
-    )
-    sizes, (of_x, of_dx, of_dlse, of_lse) = fold_rows(x, dx, dlse.unsqueeze(-1), lse.unsqueeze(-1))
-    unit = rows.unit
-    args = (
-        sizes, tuple(stride // unit for stride in of_x), tuple(stride // unit for stride in of_dx), of_dlse, of_lse,
-        x.stride(-1), dx.stride(-1), *rows.lengths,
-    )  # fmt: skip
+    share = Parts(
+        triton.cdiv(rows.n_cols + rows.align, cols), cols, whole=False
+    )  # a tile a program, none of which waits
+    rows = replace(rows, parts=share)
+    args = (rows.sizes, *rows.strides, *rows.per_row, x.stride(-1), dx.stride(-1), *rows.lengths)
     return Launch(logsumexp_backward_kernel, rows.programs, args, rows.options)
 
 

@@ -1,6 +1,7 @@
 """Tiles of the row kernels, chosen by a row's length, layout and dtype: from a table, or else by a rule.
 
-The number of rows plays no part, so that a row's bits do not depend on what it is batched with. Tables (tables.py)
+The number of rows plays no part, so that a row's bits do not depend on what it is batched with. (Where rows begin off
+16-byte boundaries they do depend on how far: see kernels/row_tiles.py.) Tables (tables.py)
 hold what was measured, on one kind of device; the rule follows what they have in common, for all others.
 """
 
@@ -18,7 +19,7 @@ from . import tables
 FORWARD, BACKWARD = "softmax_forward", "softmax_backward"
 TENSORS = {FORWARD: 1, BACKWARD: 2}  # tensors of which a program holds tiles
 PART_UNIT = 64  # columns; parts of a row begin on whole lines of 128 bytes, where the row does
-MAX_PARTS = 64
+MAX_PARTS = 32
 # Registers for tiles, each of which holds two elements of 16 bits or one of 32: a thread's, and a program's, half of
 # those that a multiprocessor has.
 THREAD_REGISTERS, PROGRAM_REGISTERS = 64, 32768
@@ -128,8 +129,11 @@ def row_config(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device
 
 
 def most_parts(on: Device) -> int:
-    """Programs that may share a row: the device has room for that many at once."""
-    return min(MAX_PARTS, on.multiprocessors)
+    """Programs that may share a row: so few that those which wait for others leave room for these to start.
+
+    A multiprocessor has room for one program at least, and rows of up to four launches may be waiting at a time.
+    """
+    return max(1, min(MAX_PARTS, on.multiprocessors // 4))
 
 
 def _usable(entry: tables.Entry) -> bool:

@@ -35,7 +35,7 @@ def _whole(n_cols: int) -> Iterator[RowConfig]:
 
 def _tiled(op: str, n_cols: int) -> Iterator[RowConfig]:
     """Rows in three to seven tiles, which have less padding than one."""
-    if op == BACKWARD:  # holds one tile
+    if op == BACKWARD:  # two tensors fill the registers with one tile
         return
     for block_cols, num_warps in ((512, 2), (1024, 4), (2048, 8), (4096, 16)):
         tiles = triton.cdiv(n_cols, block_cols)
