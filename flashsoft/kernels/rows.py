@@ -19,8 +19,7 @@ evict_last gains 1 to 4 %, but what runs next finds 15 % less of the L2 cache, s
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,15 +27,15 @@ import triton
 import triton.language as tl
 
 from ..reference import wide
-from ..tuning.rows import BACKWARD, FORWARD, Parts, RowConfig, device, parts, row_config
+from ..tuning.rows import BACKWARD, FORWARD, Parts
 from .exchange import Phase, board, exchange, shared_state, shared_sum
 from .launch import Launch, Tensors, launch
+from .row_layout import Layout, layout
 from .row_tiles import again, edge_columns, inside, load, part_of, place, rows_of, shift_of, store
 from .softmax import LN2, exponential, finish, merge, pivot, state_of, update
-from .tiles import fold_rows, row_offset
+from .tiles import row_offset
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
-INT32_COLS = (1 << 31) - (1 << 20)  # shorter rows, padding included, are counted in 32 bits: fewer registers
 
 
 @triton.jit
@@ -260,88 +259,6 @@ def logsumexp_backward_kernel(
 
 # ---- launchers ---------------------------------------------------------------------------------------------
 
-Strides = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Rows of several tensors in memory, and how a program takes them.
-
-    strides, per_row: of rows, in units; of numbers a row, in elements.
-    unit: kernels take a row's length and the strides of rows in units of the largest power of two, up to 16, that
-        divides them all. So the compiler sees that rows start and end on that boundary, and moves 16 bytes at once:
-        by itself it looks for multiples of 16 only, and 1000 bfloat16 are one of 8.
-    align: where rows do not start on 16 bytes, yet all tensors' alike, the elements between such boundaries; else 0.
-    """
-
-    n_rows: int
-    n_cols: int
-    sizes: tuple[int, ...]
-    strides: tuple[Strides, ...]
-    per_row: tuple[Strides, ...]
-    unit: int
-    align: int
-    config: RowConfig
-    parts: Parts
-
-    @property
-    def programs(self) -> int:
-        return triton.cdiv(self.n_rows, self.config.block_rows) * self.parts.count
-
-    @property
-    def lengths(self) -> tuple[int, int, int]:
-        return self.n_rows, self.n_cols // self.unit, self.parts.cols
-
-    @property
-    def options(self) -> dict[str, object]:
-        tile = self.config.block_cols * (self.config.tiles if self.parts.whole else 1)
-        capped = {} if self.registers is None else {"maxnreg": self.registers}  # an option of CUDA's alone
-        return capped | {
-            "EVEN": self.align == 0 and self.n_cols % self.parts.cols == 0 and self.parts.cols % tile == 0,
-            "UNIT": self.unit,
-            "ALIGN": self.align,
-            "INDEX": tl.int32 if self.n_cols < INT32_COLS else tl.int64,
-            "PARTS": self.parts.count,
-            "BLOCK_ROWS": self.config.block_rows,
-            "BLOCK_COLS": self.config.block_cols,
-            "num_warps": self.config.num_warps,
-        }
-
-    @property
-    def registers(self) -> int | None:
-        """The config's cap, and half as many again to find the ends of rows that begin anywhere."""
-        cap = self.config.registers
-        return cap if cap is None or self.align == 0 else cap * 3 // 2 // 8 * 8
-
-    def packed(self, *held: torch.Tensor) -> bool:
-        """Whether tiles are held as they were read: of 16 bits, with 32 elements or more a thread."""
-        elements = self.config.block_rows * self.config.block_cols * self.config.tiles
-        return elements >= self.config.num_warps * 32 * 32 and all(x.element_size() == 2 for x in held)
-
-
-def _layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = ()) -> Layout:
-    """The layout of tensors of the same rows, the first of which decides on the config; per_row: a number a row."""
-    x = tensors[0]
-    n_cols, itemsize = x.shape[-1], x.element_size()
-    sizes, strides = fold_rows(*tensors, *(numbers.unsqueeze(-1) for numbers in per_row))
-    of_tensors, of_numbers = strides[: len(tensors)], strides[len(tensors) :]
-    unit = math.gcd(16, n_cols, *(stride for of_tensor in of_tensors for stride in of_tensor))
-    align = 16 // min(tensor.element_size() for tensor in tensors)
-    alike = all(len({stride % align for stride in along}) == 1 for along in zip(*of_tensors, strict=True))
-    on_boundaries = all(tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    if unit % align == 0 or not alike or not on_boundaries:
-        align = 0
-    rows_inner = of_tensors[0][0] == 1 and x.stride(-1) > 1
-    config = row_config(op, n_cols + align, itemsize, rows_inner, device(x.get_device()))
-    if config.block_rows > 1 and align > 0:
-        align = 0
-        config = row_config(op, n_cols, itemsize, rows_inner, device(x.get_device()))
-    in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in of_tensors)
-    share = parts(config, n_cols + align)
-    return Layout(
-        x.numel() // n_cols, n_cols, sizes, in_units, tuple(of_numbers), unit, align, config, share
-    )  # fmt: skip
-
 
 def _launch(
     kernel: Any, x: torch.Tensor, rows: Layout, args: tuple[object, ...], constants: dict[str, object], phase: Phase
@@ -365,7 +282,7 @@ def _launch(
 
 def _plan_forward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bool, phase: Phase) -> Launch:
     (x,), (y,) = inputs, outputs
-    rows = _layout(FORWARD, x, y)
+    rows = layout(FORWARD, x, y)
     args = (rows.sizes, *rows.strides, x.stride(-1), y.stride(-1), *rows.lengths, 0, 0)
     constants = {"LOG": log, "WHOLE": rows.parts.whole, "TILES": rows.config.tiles, "PACKED": rows.packed(x)}
     return _launch(softmax_forward_kernel, x, rows, args, constants, phase)
@@ -373,7 +290,7 @@ def _plan_forward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bo
 
 def _plan_backward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bool, phase: Phase) -> Launch:
     (dy, y), (dx,) = inputs, outputs
-    rows = _layout(BACKWARD, y, dy, dx)
+    rows = layout(BACKWARD, y, dy, dx)
     of_y, of_dy, of_dx = rows.strides
     args = (rows.sizes, of_dy, of_y, of_dx, dy.stride(-1), y.stride(-1), dx.stride(-1), *rows.lengths, 0)
     constants = {"LOG": log, "WHOLE": rows.parts.whole, "TILES": rows.config.tiles, "PACKED": rows.packed(y, dy)}
@@ -382,7 +299,7 @@ def _plan_backward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: b
 
 def _plan_logsumexp(inputs: Tensors, outputs: Tensors, phase: Phase) -> Launch:
     (x,) = inputs
-    rows = _layout(FORWARD, x)
+    rows = layout(FORWARD, x)
     rows = replace(rows, parts=replace(rows.parts, whole=False))  # a loop over tiles, none of which is kept
     args = (rows.sizes, *rows.strides, x.stride(-1), *rows.lengths)
     return _launch(logsumexp_forward_kernel, x, rows, args, {}, phase)
@@ -390,7 +307,7 @@ def _plan_logsumexp(inputs: Tensors, outputs: Tensors, phase: Phase) -> Launch:
 
 def _plan_logsumexp_backward(inputs: Tensors, outputs: Tensors) -> Launch:
     (dlse, x, lse), (dx,) = inputs, outputs
-    rows = _layout(FORWARD, x, dx, per_row=(dlse, lse))
+    rows = layout(FORWARD, x, dx, per_row=(dlse, lse))
     cols = rows.config.block_cols
     share = Parts(
         triton.cdiv(rows.n_cols + rows.align, cols), cols, whole=False
