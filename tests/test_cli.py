@@ -57,7 +57,7 @@ def test_doctor_reports_as_json() -> None:
     report = json.loads(done.stdout)
     assert report["versions"]["flashsoft"] == __version__
     assert report["versions"]["torch"] == torch.__version__
-    assert set(report["variables"]) == {"FLASHSOFT_BACKEND", "FLASHSOFT_CHECK", "FLASHSOFT_LOG"}
+    assert set(report["variables"]) == {"FLASHSOFT_BACKEND", "FLASHSOFT_CHECK", "FLASHSOFT_LOG", "FLASHSOFT_TUNING"}
     assert set(report["backends"]["cpu"]) == {
         "softmax",
         "log_softmax",

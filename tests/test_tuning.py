@@ -315,5 +315,5 @@ def test_a_config_that_is_not_legal_is_told_once_and_passed_over(
 
 
 def test_a_smaller_device_of_the_same_kind_shares_rows_among_fewer() -> None:
-    assert row_config(FORWARD, 128256, 2, False, H200).max_parts == 64
-    assert row_config(FORWARD, 128256, 2, False, rows.Device("sm_90", 16)).max_parts == 16
+    assert row_config(FORWARD, 128256, 2, False, H200).max_parts == rows.MAX_PARTS
+    assert row_config(FORWARD, 128256, 2, False, rows.Device("sm_90", 16)).max_parts == 4

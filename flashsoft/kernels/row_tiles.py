@@ -2,8 +2,8 @@
 
 Columns are counted from where the program's part of the row begins; of these, lo to hi - 1 exist. lo is 0 unless
 ALIGN > 0: then a part begins on the 16-byte boundary at or before its first column, ALIGN elements apart, though
-rows begin anywhere (an odd length, say). Whole 16 bytes are read, what does not belong to the row is left out of
-every sum and maximum, and the incomplete 16 bytes at a row's ends are written element by element (`edge_columns`).
+rows begin anywhere (an odd length, say). Whole 16 bytes are read, what does not belong to the row is replaced by
+padding, and the incomplete 16 bytes at a row's ends are written element by element (`edge_columns`).
 Without that a row of odd length moves 2 or 4 bytes at a time, at a third of the bandwidth.
 """
 
@@ -55,12 +55,13 @@ def load(
     x, row_in, column, stride, lo, hi, PAD: tl.constexpr, EVICTION: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile as it is stored, PAD outside; with ALIGN also what shares 16 bytes with the row (see `inside`)."""
+    """A tile as it is stored, PAD outside; with ALIGN in loads of whole 16 bytes."""
     at = x + (column.to(tl.int64) * stride)[None, :]
     if ALIGN > 0:
         first = column // ALIGN * ALIGN
         touched = (first + (ALIGN - 1) >= lo) & (first < hi)
-        return tl.load(at, mask=touched[None, :], other=PAD, eviction_policy=EVICTION)
+        tile = tl.load(at, mask=touched[None, :], other=PAD, eviction_policy=EVICTION)
+        return tl.where(((column >= lo) & (column < hi))[None, :], tile, PAD)
     elif EVEN and BLOCK_ROWS == 1:
         return tl.load(at, eviction_policy=EVICTION)
     elif EVEN:
@@ -70,15 +71,6 @@ def load(
     else:
         exists = row_in[:, None] & (column < tl.multiple_of(hi, UNIT))[None, :]
         return tl.load(at, mask=exists, other=PAD, eviction_policy=EVICTION)
-
-
-@triton.jit
-def inside(x, column, lo, hi, PAD: tl.constexpr, ALIGN: tl.constexpr):
-    """x for a sum or a maximum: PAD outside the row."""
-    if ALIGN > 0:
-        return tl.where(((column >= lo) & (column < hi))[None, :], x, PAD)
-    else:
-        return x
 
 
 @triton.jit
@@ -94,10 +86,14 @@ def again(tile, nothing, PACKED: tl.constexpr):
     else:
         ROWS: tl.constexpr = tile.shape[0]
         COLS: tl.constexpr = tile.shape[1]
-        low, high = tl.split(tl.reshape(tile.to(tl.int16, bitcast=True), (ROWS, COLS // 2, 2)))
-        word = ((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)) ^ nothing
-        low = word.to(tl.int16).to(tile.dtype, bitcast=True).to(tl.float32)
-        high = (word >> 16).to(tl.int16).to(tile.dtype, bitcast=True).to(tl.float32)
+        low, high = tl.split(tl.reshape(tile.to(tl.uint16, bitcast=True), (ROWS, COLS // 2, 2)))
+        word = (low.to(tl.uint32) | (high.to(tl.uint32) << 16)) ^ nothing.to(tl.uint32, bitcast=True)
+        if tile.dtype == tl.bfloat16:  # the upper half of a float32: one instruction each
+            low = (word << 16).to(tl.float32, bitcast=True)
+            high = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            low = word.to(tl.uint16).to(tile.dtype, bitcast=True).to(tl.float32)
+            high = (word >> 16).to(tl.uint16).to(tile.dtype, bitcast=True).to(tl.float32)
         return tl.reshape(tl.join(low, high), (ROWS, COLS))
 
 
@@ -128,5 +124,5 @@ def edge_columns(lo, hi, ALIGN: tl.constexpr):
     side = tl.arange(0, 2 * ALIGN)
     tail = tl.maximum(hi, 0) // ALIGN * ALIGN
     column = tl.where(side < ALIGN, side, tail + side - ALIGN)
-    left = tl.where(side < ALIGN, lo > 0, hi > tail) & (column >= lo) & (column < hi)
+    left = (tl.where(side < ALIGN, lo, hi - tail) > 0) & (column >= lo) & (column < hi)
     return column, left

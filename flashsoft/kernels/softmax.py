@@ -74,13 +74,6 @@ def merge(m_a, s_a, m_b, s_b, scale=1.0):
 
 
 @triton.jit
-def state_of(x, x_again, scale=1.0):
-    """The state of a tile by itself; `x_again` is x once more, for who would not have x kept for a second use."""
-    m = tl.max(x, 1)
-    return m, tl.sum(exponential(x_again, pivot(m)[:, None], scale), 1)
-
-
-@triton.jit
 def merge_parts(m, s, scale=1.0):
     """The state (scalars) of a row from those of all its parts (parts,); (-inf, 0) stands for no part."""
     m_all = tl.max(m, 0)
