@@ -62,9 +62,9 @@ class Layout:
 
     @property
     def registers(self) -> int | None:
-        """The config's cap, and half as many again to find the ends of rows that begin anywhere."""
+        """The config's cap; three fifths more to find the ends of rows that begin anywhere."""
         cap = self.config.registers
-        return cap if cap is None or self.align == 0 else cap * 3 // 2 // 8 * 8
+        return cap if cap is None or self.align == 0 else cap * 8 // 5 // 8 * 8
 
     def packed(self, *held: torch.Tensor) -> bool:
         """Whether tiles are held as they were read: of 16 bits, with 32 elements or more a thread."""
