@@ -48,8 +48,8 @@ class Layout:
     @property
     def options(self) -> dict[str, object]:
         tile = self.config.block_cols * (self.config.tiles if self.parts.whole else 1)
-        capped = {} if self.registers is None else {"maxnreg": self.registers}  # an option of CUDA's alone
-        return capped | {
+        cap = self.config.registers if self.align == 0 else None  # caps were measured without a search for ends
+        return ({} if cap is None else {"maxnreg": cap}) | {
             "EVEN": self.align == 0 and self.n_cols % self.parts.cols == 0 and self.parts.cols % tile == 0,
             "UNIT": self.unit,
             "ALIGN": self.align,
@@ -59,12 +59,6 @@ class Layout:
             "BLOCK_COLS": self.config.block_cols,
             "num_warps": self.config.num_warps,
         }
-
-    @property
-    def registers(self) -> int | None:
-        """The config's cap; three fifths more to find the ends of rows that begin anywhere."""
-        cap = self.config.registers
-        return cap if cap is None or self.align == 0 else cap * 8 // 5 // 8 * 8
 
     def packed(self, *held: torch.Tensor) -> bool:
         """Whether tiles are held as they were read: of 16 bits, with 32 elements or more a thread."""
