@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..tuning.rows import Parts, RowConfig, device, parts, row_config
+from ..tuning.rows import Parts, RowConfig, device, parts, row_config, tightened
 from .tiles import fold_rows
 
 INT32_COLS = (1 << 31) - (1 << 20)  # shorter rows, padding included, are counted in 32 bits: fewer registers
@@ -82,8 +82,10 @@ def layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = 
     config = row_config(op, n_cols, itemsize, rows_inner, device(x.get_device()))
     if config.block_rows > 1:
         align = 0
-    if parts(config, n_cols).whole and not parts(config, n_cols + align).whole:  # the ends do not fit
-        config = row_config(op, n_cols + align, itemsize, rows_inner, device(x.get_device()))
+    if align > 0:
+        config = tightened(config, op, n_cols + align, itemsize)
+        if parts(config, n_cols).whole and not parts(config, n_cols + align).whole:
+            config = row_config(op, n_cols + align, itemsize, rows_inner, device(x.get_device()))
     in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in of_tensors)
     share = parts(config, n_cols + align)
     return Layout(
