@@ -54,7 +54,6 @@ class Layout:
             "UNIT": self.unit,
             "ALIGN": self.align,
             "INDEX": tl.int32 if self.n_cols < INT32_COLS else tl.int64,
-            "PARTS": self.parts.count,
             "BLOCK_ROWS": self.config.block_rows,
             "BLOCK_COLS": self.config.block_cols,
             "num_warps": self.config.num_warps,

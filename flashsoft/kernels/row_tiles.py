@@ -14,11 +14,11 @@ from .tiles import row_offset
 
 
 @triton.jit
-def place(n_rows, PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """A program's rows (BLOCK_ROWS,) int64, which of them exist, and its part of them (scalar)."""
+def place(n_rows, parts, BLOCK_ROWS: tl.constexpr):
+    """A program's rows (BLOCK_ROWS,) int64, which of them exist, and its part of them (scalar), of so many parts."""
     program = tl.program_id(0)
-    row = (program // PARTS).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    return row, row < n_rows, program % PARTS
+    row = (program // parts).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return row, row < n_rows, program % parts
 
 
 @triton.jit
@@ -31,11 +31,11 @@ def shift_of(row, sizes, strides, UNIT: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def part_of(part, part_cols, n_units, shift, PARTS: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr):
+def part_of(part, part_cols, n_units, shift, PARTED: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr):
     """Where a part begins, from its row's first boundary (int64), and the first and the end of its columns."""
     end = tl.cast(n_units, INDEX) * UNIT + shift.to(INDEX)
     begin = part.to(INDEX) * part_cols
-    if PARTS == 1:
+    if not PARTED:
         return begin.to(tl.int64), shift.to(INDEX), end
     else:
         return begin.to(tl.int64), tl.maximum(shift.to(INDEX) - begin, 0), tl.minimum(end - begin, part_cols)

@@ -86,7 +86,7 @@ def softmax_forward_kernel(
     """y = exp(x - m) / s, or (x - m) - ln(s) if LOG; NaN in rows without mass, as in torch."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
     shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS > 1, UNIT, INDEX)
     x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
     y = rows_of(y, row, sizes, y_strides, y_stride, shift, begin, UNIT, ALIGN)
     column = tl.arange(0, BLOCK_COLS)
@@ -151,7 +151,7 @@ def softmax_backward_kernel(
     """dx = y * (dy - sum(y * dy)), or dy - exp(y) * sum(dy) if LOG."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
     shift = shift_of(row, sizes, y_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS > 1, UNIT, INDEX)
     dy = rows_of(dy, row, sizes, dy_strides, dy_stride, shift, begin, UNIT, ALIGN)
     y = rows_of(y, row, sizes, y_strides, y_stride, shift, begin, UNIT, ALIGN)
     dx = rows_of(dx, row, sizes, dx_strides, dx_stride, shift, begin, UNIT, ALIGN)
@@ -216,7 +216,7 @@ def logsumexp_forward_kernel(
     """lse of each row; N elements a row are read."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
     shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS > 1, UNIT, INDEX)
     x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
     column = tl.arange(0, BLOCK_COLS)
     m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
@@ -234,14 +234,14 @@ def logsumexp_forward_kernel(
 @triton.jit
 def logsumexp_backward_kernel(
     dlse, x, lse, dx, sizes, x_strides, dx_strides, dlse_strides, lse_strides, x_stride, dx_stride,
-    n_rows, n_units, part_cols,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr, PARTS: tl.constexpr,
+    n_rows, n_units, part_cols, parts,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """dx = dlse * exp(x - lse), 0 where lse is -inf; a program owns one tile, 2 N elements a row move."""
-    row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
+    row, row_in, part = place(n_rows, parts, BLOCK_ROWS)
     shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS, UNIT, INDEX)
+    begin, lo, hi = part_of(part, part_cols, n_units, shift, True, UNIT, INDEX)
     column = tl.arange(0, BLOCK_COLS)
     at = tl.load(lse + row_offset(row, sizes, lse_strides), mask=row_in, other=0.0).to(tl.float32)
     at = tl.where(at == EMPTY, 0.0, at)
@@ -266,15 +266,8 @@ def _launch(
 ) -> Launch:
     """The launch of a kernel whose rows may be shared. Programs that only send have nothing to do alone."""
     count = rows.parts.count
-    constants = (
-        rows.options
-        | constants
-        | {
-            "BLOCK_PARTS": triton.next_power_of_2(count),
-            "SENDS": phase.sends,
-            "RECEIVES": phase.receives,
-        }
-    )
+    exchanged = {"BLOCK_PARTS": triton.next_power_of_2(count), "SENDS": phase.sends, "RECEIVES": phase.receives}
+    constants = rows.options | constants | {"PARTS": count} | exchanged
     if count == 1:
         return Launch(kernel, rows.programs if phase.receives else 0, (None, *args), constants)
     scratch = functools.partial(board, x.device, rows.n_rows * count**2)
@@ -314,7 +307,9 @@ def _plan_logsumexp_backward(inputs: Tensors, outputs: Tensors) -> Launch:
         triton.cdiv(rows.n_cols + rows.align, cols), cols, whole=False
     )  # a tile a program, none of which waits
     rows = replace(rows, parts=share)
-    args = (rows.sizes, *rows.strides, *rows.per_row, x.stride(-1), dx.stride(-1), *rows.lengths)
+    args = (
+        rows.sizes, *rows.strides, *rows.per_row, x.stride(-1), dx.stride(-1), *rows.lengths, share.count,
+    )  # fmt: skip
     return Launch(logsumexp_backward_kernel, rows.programs, args, rows.options)
 
 
