@@ -155,15 +155,32 @@ def fused_softmax(
     >>> fused_softmax(torch.tensor([1.0, 2.0, 2.0, 2.0]), top_k=2)
     tensor([0.0000, 0.5000, 0.5000, 0.0000])
     """
+    if bias is None and _banded(mask) and not isinstance(temperature, Tensor) and not isinstance(top_k, Tensor):
+        y, lse = direct.again(_fused_softmax, (x,), temperature, mask, None, top_k, dim, backend)
+    else:
+        y, lse = _fused_softmax(x, temperature, mask, bias, top_k, dim, backend)
+    return (y, lse) if return_lse else y
+
+
+def _fused_softmax(
+    x: Tensor,
+    temperature: float | Tensor,
+    mask: MaskLike,
+    bias: Tensor | None,
+    top_k: int | Tensor | None,
+    dim: int,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
     checks.tensor("x", x)
     dim = checks.dimension(x, dim)
     temperature = checks.temperature(temperature, x, dim)
     top_k = checks.top_k(top_k, x, dim)
     checks.bias(bias, x.shape, "x", x.device)
     spec = checks.mask(mask, x.shape, "x", x.device)
-    if (spec.lo is not None or spec.hi is not None) and dim != x.ndim - 1:
+    last = dim == x.ndim - 1
+    if (spec.lo is not None or spec.hi is not None) and not last:
         raise ValueError(f"dim must be the last for a mask such as Causal(), got {dim} of {x.ndim} dimensions")
-    rows = x.movedim(dim, -1)
+    rows = x if last else x.movedim(dim, -1)
     y, lse = ops.call(
         "fused_softmax",
         rows,
@@ -177,8 +194,12 @@ def fused_softmax(
         _per_row(top_k, rows, dim),
         checks.backend(backend),
     )
-    y = y.movedim(-1, dim)
-    return (y, lse) if return_lse else y
+    return y if last else y.movedim(-1, dim), lse
+
+
+def _banded(mask: MaskLike) -> bool:
+    """Whether a mask is nothing but numbers."""
+    return mask is None or type(mask) in (masks.Causal, masks.Window)
 
 
 def _per_row(value: object, rows: Tensor, dim: int) -> Tensor | None:
@@ -253,8 +274,7 @@ def attention(
     tensor([0.0000, 0.6931, 1.0986])
     """
     query, key, value = _autocast(query, key, value)
-    banded = mask is None or type(mask) in (masks.Causal, masks.Window)
-    if banded and getattr(query, "dtype", None) in HALF:
+    if _banded(mask) and getattr(query, "dtype", None) in HALF:
         out, lse = direct.again(_attention, (query, key, value), mask, scale, backend)
     else:
         out, lse = _attention(query, key, value, mask, scale, backend)

@@ -614,6 +614,8 @@ for call in (
     lambda: flashsoft.log_softmax(x[:, 1:], -1, dtype=torch.float32),
     lambda: flashsoft.logsumexp(x),
     lambda: flashsoft.softmax(torch.zeros(4, 200_000)),
+    lambda: flashsoft.fused_softmax(x, 0.7, flashsoft.Causal(), top_k=3, return_lse=True),
+    lambda: flashsoft.fused_softmax(x, 0.7, torch.ones(8, 1000, dtype=torch.bool), return_lse=True),
     lambda: flashsoft.attention(q, k, k, return_lse=True),
     lambda: flashsoft.attention(q, k, k, mask=flashsoft.Window(9), scale=0.5, return_lse=True),
     lambda: flashsoft.attention(*full, return_lse=True),
@@ -639,7 +641,8 @@ for call in (
 
 def test_calls_made_again_launch_what_the_ordinary_way_does() -> None:
     lines = [line for line in run_python(DRY_CALLS).splitlines() if line.startswith(("True", "False"))]
-    assert lines == ["True True True True"] * 7 + ["False True True True"]  # float32 attention has more to ask
+    again, ordinary = "True True True True", "False True True True"  # a tensor for a mask, float32 attention
+    assert lines == [again] * 6 + [ordinary] + [again] * 2 + [ordinary]
 
 
 # ---- boards of captured launches -------------------------------------------------------------------------------
