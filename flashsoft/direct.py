@@ -2,7 +2,7 @@
 
 A call's checks, the choice of its backend and the plan of its launch follow from the layouts of its tensors and from
 its options. So if all that a call came to was one launch, of its own tensors for the very tensors it returned, the
-next of its kind (`again`) allocates those and launches, a third of the host's time. `kernels.launch` tells of launches.
+next of its kind (`again`) only allocates those and launches. `kernels.launch` tells of launches.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing else registers. An operator chooses its backend when it runs, so that tracing never sees the choice; rows
 lie along the last dimension, and options come resolved (masks as a band and a boolean tensor).
 
-`call` runs an operator: at once where torch's dispatcher would do no more than that, at a fifth of its cost. Under a
+`call` runs an operator: at once where torch's dispatcher would do no more than that. Under a
 transform of torch.func it goes through an autograd.Function made of the same gradient and batching rule, since torch
 transforms those but not what torch.library differentiates.
 """

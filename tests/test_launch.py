@@ -230,13 +230,12 @@ def test_tensors_on_the_cpu_are_always_launched_in_tritons_own_way(machine: Mach
     assert len(machine.slow) == 2 and not launching._ready
 
 
-DRY_RUN = """
+# a driver that launches nothing and keeps what it was given
+DRY = """
 import sys
 sys.path.insert(0, "tests")
 import torch, triton
 from gate import Driver, target_of
-from flashsoft.kernels import backward, forward, launch, logits, logits_backward
-from flashsoft.tuning import attention
 
 calls = []
 
@@ -247,6 +246,17 @@ class Dry(Driver):
         return 1, 2, 3, 0, 1024
     def unload_module(self, *_):
         pass
+
+torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda device: 0
+triton.runtime.driver.set_active(Dry(target_of("90")))
+"""
+
+DRY_RUN = (
+    DRY
+    + """
+from flashsoft.kernels import backward, forward, launch, logits, logits_backward
+from flashsoft.tuning import attention
+
 
 class Placed(torch.Tensor):
     def get_device(self):
@@ -259,8 +269,6 @@ def same(a, b):
     a, b = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in (a, b))
     return a == b and type(a) is type(b)
 
-torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda device: 0
-triton.runtime.driver.set_active(Dry(target_of("90")))
 q, k, v = on(1, 4, 40, 64), on(1, 2, 56, 64), on(1, 2, 56, 64)
 x, wide, rows, bias = on(8, 100), on(2, 40000), on(8, 1, dtype=torch.float32), on(1, 100)
 for call in (
@@ -289,6 +297,7 @@ for call in (
         assert all(same(a, b) for i, (a, b) in enumerate(zip(one, other)) if i not in (*tensors, 6, 7, 8))
 print("same")
 """
+)
 
 
 def test_a_remembered_launch_has_the_arguments_of_tritons_own() -> None:
@@ -580,28 +589,16 @@ def test_a_call_that_fails_leaves_nothing_behind(calls: Calls) -> None:
     assert direct.under_way.launches is None and not direct._known
 
 
-DRY_CALLS = """
-import sys
-sys.path.insert(0, "tests")
-import torch, triton
-from gate import Driver, target_of
+DRY_CALLS = (
+    DRY
+    + """
 import flashsoft
 from flashsoft import direct, dispatch
 
-calls, ordinary = [], []
-
-class Dry(Driver):
-    def launcher_cls(self, src, metadata):
-        return lambda *args: calls.append(args)
-    def load_binary(self, *_):
-        return 1, 2, 3, 0, 1024
-    def unload_module(self, *_):
-        pass
+ordinary = []
 
 torch.Tensor.get_device = lambda x: 0
-torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda device: 0
 dispatch.target_of = lambda device: dispatch.Target("cuda", (9, 0), has_triton=True, interpreted=False)
-triton.runtime.driver.set_active(Dry(target_of("90")))
 choose = flashsoft.ops.choose
 flashsoft.ops.choose = lambda *args: ordinary.append(args) or choose(*args)
 
@@ -637,6 +634,7 @@ for call in (
     where = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args[9:]]
     assert all(y.data_ptr() in where for y in results)
 """
+)
 
 
 def test_calls_made_again_launch_what_the_ordinary_way_does() -> None:

@@ -199,28 +199,15 @@ def torchs(case: Case, tensors: Tensors, whole: Tensor | None, exact: bool) -> T
     return _masked_softmax(query @ key.mT * case.D**-0.5, whole) @ value
 
 
-def rounded_terms(tensors: Tensors, whole: Tensor | None, dout: Tensor) -> Tensors:
-    """Root sums of squares of what float32 sums round on the way to a gradient, beside the result itself.
-
-    dquery, dkey: their own terms, p * (dp - delta) times a key or a query, which may cancel. dvalue: p * dout times
-    the terms of the score, since p = exp(score) takes on the score's absolute error as its relative one.
-    """
+def cancelling_terms(tensors: Tensors, whole: Tensor | None, dout: Tensor) -> Tensors:
+    """Root sums of squares of the terms of dquery and dkey: p * (dp - delta) times a key or a query."""
     query, key, value = (tensors[name].double() for name in ("query", "key", "value"))
     group, scale = query.shape[1] // key.shape[1], query.shape[3] ** -0.5
     keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     p = _masked_softmax(query @ keys.mT * scale, whole)
     squares = (p * (dout.double() @ values.mT) * scale).square()
-    of_scores = p.square() * (query.square() @ keys.square().mT) * scale**2
-
-    def over_group(squares: Tensor) -> Tensor:
-        total: Tensor = squares.unflatten(1, (-1, group)).sum(2)
-        return total.sqrt()
-
-    return {
-        "dquery": (squares @ keys.square()).sqrt(),
-        "dkey": over_group(squares.mT @ query.square()),
-        "dvalue": over_group(of_scores.mT @ dout.double().square()),
-    }
+    dkey = (squares.mT @ query.square()).unflatten(1, (-1, group)).sum(2)
+    return {"dquery": (squares @ keys.square()).sqrt(), "dkey": dkey.sqrt()}
 
 
 def _masked_softmax(x: Tensor, keep: Tensor | None) -> Tensor:

@@ -6,10 +6,8 @@ A case passes if its result and every gradient satisfy, for the largest error an
 
 where errors are against float64 on the same inputs, and the size is the largest exact value (for the largest
 error) or the root mean square (for the other). The floor is two roundings: torch's error can be 0 by luck.
-Gradients of query and key are float32 sums that can cancel (wholly, for one key), and that of value is a sum of
-weights, exponentials of float32 sums: there the floor is higher by FLOOR * eps(float32) * (root sum of squares of
-the terms). Torch's error does not stand for these roundings where a result depends on few scores: for one query
-cuBLAS adds up a score in another order, with a quarter of the error, than for two.
+Gradients of query and key are float32 sums that can cancel (wholly, for one key): there the floor is higher
+by FLOOR * eps(float32) * (root sum of squares of the terms).
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Agreement:
 
 
 def agreement(ours: Tensor, theirs: Tensor, exact: Tensor, terms: Tensor | None = None) -> Agreement:
-    """`terms`: sizes of rounded terms. Where torch alone is not finite, its error counts as 0."""
+    """`terms`: sizes of terms that may cancel. Where torch alone is not finite, its error counts as 0."""
     eps, eps_of_sums = torch.finfo(ours.dtype).eps, torch.finfo(torch.float32).eps
     max_terms, rms_terms = (0.0, 0.0) if terms is None else _sizes(terms)
     wide, other = ours.double(), theirs.double()
@@ -94,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(table)} cases x {len(DTYPES)} dtypes on {device}, forward and backward, backends: {', '.join(backends)}"
     )
     print(f"passing: error against float64 <= 2 x torch's own + {FLOOR:.0f} eps x size of the exact result")
-    print(f"(gradients of attention: + {FLOOR:.0f} float32 eps x size of the terms of their sums)\n")
+    print(f"(dquery, dkey: + {FLOOR:.0f} float32 eps x size of the terms that may cancel)\n")
     print(f"{'case':<52} {'dtype':<9} {'backend':<9} {'worst':<7} {'max':>8} {'torch':>8} {'rms':>8} {'torch':>8}")
     failed = total = 0
     for number, case in enumerate(table):
@@ -151,7 +149,7 @@ def compare(ways: dict[str, Way], tensors: cases.Tensors, whole: Tensor | None, 
     ours, theirs, exact = (differentiated(way) for way in ("ours", "torch", "exact"))
     terms: dict[str, Tensor] = {}
     if "query" in tensors:
-        terms = cases.rounded_terms(tensors, whole, upstream(exact["out"]))
+        terms = cases.cancelling_terms(tensors, whole, upstream(exact["out"]))
     return {name: agreement(ours[name], theirs[name], exact[name], terms.get(name)) for name in ours}
 
 

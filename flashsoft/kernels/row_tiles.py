@@ -4,7 +4,7 @@ Columns are counted from where the program's part of the row begins; of these, l
 ALIGN > 0: then a part begins on the 16-byte boundary at or before its first column, ALIGN elements apart, though
 rows begin anywhere (an odd length, say). Whole 16 bytes are read, what does not belong to the row is replaced by
 padding, and the incomplete 16 bytes at a row's ends are written element by element (`edge_columns`).
-Without that a row of odd length moves 2 or 4 bytes at a time, at a third of the bandwidth.
+Without that a row of odd length moves 2 or 4 bytes at a time: on an H200, in bf16, at 0.26 to 0.56 of a copy's rate.
 """
 
 import triton

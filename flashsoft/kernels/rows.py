@@ -9,12 +9,13 @@ was read last, and is still in the cache, is read first.
 
 Arithmetic is float32 from a load to a store. Padding reads as -inf forward and as 0 backward, neutral for max and
 sums. An element of a forward costs 16 to 24 instructions; at the rate of a copy an H200 has 28 for one of 16 bits, so
-they count. Where rows are large, what waits for a row's state is the tile as it was read, not its exponentials,
-which are computed twice.
+they count (in the machine code for sm_90; more where rows begin anywhere). Where rows are large, what waits for a
+row's state is the tile as it was read, not its exponentials, which are computed twice.
 
 Measured on an H200, bf16 and float32, M * N = 2^28: loads with the evict_first hint cost 3 to 5 % of the bandwidth;
-evict_last gains 1 to 4 %, but what runs next finds 15 % less of the L2 cache, so whole rows have no hint. A store's
-.cs changes nothing. exp2 is one instruction where exp is four, both within 2 ulp; one division a row is exact.
+evict_last gains 1 to 4 %, but a copy of 16 MB that repeats after it takes 15 % longer, as the L2 cache is left full of
+x, so whole rows have no hint. Beside evict_first, .cs on stores changes nothing. exp2 is one instruction where exp is
+five, and there is one division a row: neither has been timed against its alternatives.
 """
 
 from __future__ import annotations

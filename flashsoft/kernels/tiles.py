@@ -1,4 +1,4 @@
-"""Where a program's data lies: rows of strided tensors, and launches on the tensors' own device.
+"""Where a program's data lies: rows of strided tensors, tiles of heads.
 
 A row problem sees each tensor as rows times columns (the last dimension). The dimensions before the last are
 folded together as far as all tensors' strides allow, so that most problems have one or two row dimensions, and
@@ -6,8 +6,6 @@ any strides work without a copy.
 """
 
 from __future__ import annotations
-
-import contextlib
 
 import torch
 import triton
@@ -100,10 +98,3 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
         return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
     else:
         return tl.dot(a, b, acc)
-
-
-def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context in which Triton launches on the tensor's device."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()

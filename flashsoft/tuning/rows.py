@@ -1,8 +1,8 @@
 """Tiles of the row kernels, chosen by a row's length, layout and dtype: from a table, or else by a rule.
 
 The number of rows plays no part, so that a row's bits do not depend on what it is batched with. (Where rows begin off
-16-byte boundaries they do depend on how far: see kernels/row_tiles.py.) Tables (tables.py)
-hold what was measured, on one kind of device; the rule follows what they have in common, for all others.
+16-byte boundaries they do depend on how far: see kernels/row_tiles.py.) Tables (tables.py) hold what was measured, on
+one kind of device; the rule follows what they have in common, for all others.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Parts:
 def parts(config: RowConfig, n_cols: int) -> Parts:
     """Equal parts of a row of n_cols columns."""
     held = config.block_cols * config.tiles
-    count = min(_ceil(n_cols, held), config.max_parts)
+    count = min(triton.cdiv(n_cols, held), config.max_parts)
     if count == 1:
         return Parts(1, n_cols, n_cols <= held)
-    cols = _ceil(_ceil(n_cols, count), PART_UNIT) * PART_UNIT
-    return Parts(_ceil(n_cols, cols), cols, cols <= held)
+    cols = triton.cdiv(triton.cdiv(n_cols, count), PART_UNIT) * PART_UNIT
+    return Parts(triton.cdiv(n_cols, cols), cols, cols <= held)
 
 
 def legal(config: RowConfig, op: str, itemsize: int) -> bool:
@@ -72,7 +72,7 @@ def legal(config: RowConfig, op: str, itemsize: int) -> bool:
     numel = config.block_rows * config.block_cols
     held = numel * config.tiles * TENSORS[op] * itemsize / 4
     return (
-        all(_power_of_two(size) == size for size in (config.block_rows, config.block_cols, config.num_warps))
+        all(triton.next_power_of_2(size) == size for size in (config.block_rows, config.block_cols, config.num_warps))
         and config.num_warps <= 32
         and (config.max_parts == 1 or (config.block_rows == 1 and config.block_cols * config.tiles >= PART_UNIT))
         and 1 <= config.max_parts <= MAX_PARTS
@@ -139,7 +139,7 @@ def tightened(config: RowConfig, op: str, n_cols: int, itemsize: int) -> RowConf
         return config
     for num_warps in (4, 8, 16):
         block_cols = num_warps * 512 // itemsize
-        tiles = _ceil(n_cols, block_cols)
+        tiles = triton.cdiv(n_cols, block_cols)
         if tiles * TENSORS[op] <= 6:
             return RowConfig(1, block_cols, num_warps, tiles)
     return config
@@ -170,7 +170,7 @@ def _ruled(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) ->
     Programs of 4 KB of short rows; longer rows whole, 16 to 32 elements a thread, while 16 warps can hold them;
     then parts of 8,192 columns.
     """
-    whole, tensors = _power_of_two(n_cols), TENSORS[op]
+    whole, tensors = triton.next_power_of_2(n_cols), TENSORS[op]
     if rows_inner:  # a program takes a line of 128 bytes of rows
         block_rows = 128 // itemsize
         block_cols = min(whole, max(8192 // (itemsize * tensors * block_rows), 1))
@@ -186,7 +186,7 @@ def _ruled(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) ->
 
 def _interpreted(n_cols: int, itemsize: int, rows_inner: bool) -> RowConfig:
     """Few programs, since each operation costs; yet every way to share a row at lengths that tests can afford."""
-    whole = _power_of_two(n_cols)
+    whole = triton.next_power_of_2(n_cols)
     if rows_inner:
         return RowConfig(32 // itemsize, min(whole, 128), 4)
     if whole <= 1024:
@@ -196,12 +196,3 @@ def _interpreted(n_cols: int, itemsize: int, rows_inner: bool) -> RowConfig:
 
 def _clamp(value: int, least: int, most: int) -> int:
     return max(least, min(value, most))
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two >= n (n >= 1)."""
-    return 1 << (n - 1).bit_length()
