@@ -245,6 +245,14 @@ def _grouped(x: Tensor, Hkv: int) -> Tensor:
     return x.reshape(B, Hkv, Hq // Hkv * S, *rest)
 
 
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q @ k^T; in float32 the halves of a head are summed apart, since what a sum rounds off is in every weight."""
+    if q.dtype != torch.float32:
+        return q @ k.mT
+    half = q.shape[-1] // 2
+    return q[..., :half] @ k[..., :half].mT + q[..., half:] @ k[..., half:].mT
+
+
 class _Tile:
     """One tile of scores x (B, Hkv, group * queries, keys), with its keys k and values v.
 
@@ -276,7 +284,7 @@ class _Tile:
             self.visible = _grouped(visible.expand(B, Hq, i1 - i0, j1 - j0), Hkv)
             seen = self.visible.any(-2).unsqueeze(-1)
             self.k, self.v = torch.where(seen, self.k, 0.0), torch.where(seen, self.v, 0.0)
-        self.x = q @ self.k.mT
+        self.x = _scores(q, self.k)
         if self.visible is not None:
             self.x = self.x.masked_fill(~self.visible, NEG_INF)
 

@@ -36,9 +36,8 @@ SHARED_LIMIT = {"80": 163 * 1024, "90": 227 * 1024, "100": 227 * 1024, "gfx942":
 SPILLS_COUNTED_BY = "3.6"
 ALLOWED_SPILLS: dict[tuple[str, str], int] = {
     ("90", "attention_backward_keys_kernel"): 1324,
-    ("100", "attention_backward_keys_kernel"): 32,
+    ("80", "attention_backward_keys_kernel"): 32,
     ("gfx942", "attention_backward_keys_kernel"): 95,
-    ("gfx942", "attention_backward_queries_kernel"): 57,
 }
 
 
@@ -128,6 +127,7 @@ def cases() -> dict[str, Call]:
         ("fp16", 192, 128, "causal"),
         ("bf16", 256, 256, "none"),
         ("bf16", 256, 256, "causal"),
+        ("fp32", 16, 16, "none"),
         ("fp32", 64, 64, "causal"),
         ("fp32", 128, 128, "none"),
         ("fp32", 256, 256, "causal"),

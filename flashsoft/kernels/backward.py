@@ -28,7 +28,7 @@ from .forward import positive_scale
 from .launch import Launch, Tensors, launch
 from .masking import runs, seen, visible
 from .softmax import settle, weights
-from .tiles import dot_add, head_pointer, load_tile, store_tile
+from .tiles import dot_add, head_pointer, load_tile, score_dot, store_tile
 
 
 @triton.jit(do_not_specialize=["Sq", "Hq", "padded_Sq"])
@@ -84,7 +84,7 @@ def _gather_keys(
             alive = (row_lse != float("inf"))[:, None]
             q = tl.where(alive, q, 0.0)
             do = tl.where(alive, do, 0.0)
-        x = tl.dot(k, q.T, input_precision=PRECISION)
+        x = score_dot(k, q, PRECISION)
         if EDGE:
             taken = visible(rows[None, :], columns[:, None], Sq, Sk, lo, hi, keep_head, keep_strides)
             # NaN in a key that no query sees would pass the weight 0 of padding
@@ -193,7 +193,7 @@ def _gather_queries(
                 some = (tl.max(taken.to(tl.int32), 0) > 0)[:, None]
                 k = tl.where(some, k, 0.0)
                 v = tl.where(some, v, 0.0)
-        x = tl.dot(q, k.T, input_precision=PRECISION)
+        x = score_dot(q, k, PRECISION)
         if EDGE:
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[:, None], scale)

@@ -21,7 +21,7 @@ from ..tuning.attention import forward_config, input_precision, padded
 from .launch import Launch, Tensors, launch
 from .masking import runs, seen, visible
 from .softmax import LN2, finish, update_folded
-from .tiles import dot_add, head_pointer, load_tile, store_tile
+from .tiles import dot_add, head_pointer, load_tile, score_dot, store_tile
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _attend(
         if EDGE:
             loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, Sq) - 1, Sk, lo, hi)
         k = load_tile(k_head, k_strides, columns, loadable, D, BLOCK_D)
-        x = tl.dot(q, k.T, input_precision=PRECISION)
+        x = score_dot(q, k, PRECISION)
         v = load_tile(v_head, v_strides, columns, loadable, DV, BLOCK_DV)
         if EDGE:
             rows = row0 + tl.arange(0, BLOCK_M)

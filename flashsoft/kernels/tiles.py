@@ -88,6 +88,23 @@ def store_tile(head, strides, rows, keep_rows, x, D: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
+def score_dot(a, b, PRECISION: tl.constexpr):
+    """a @ b.T over the width of a head.
+
+    In float32 one thread adds the products of a score one after the other, and what that rounds off is in every
+    weight: even and odd columns are summed apart. The fma keeps the compiler from chaining the two sums again.
+    """
+    if a.dtype == tl.float32 and a.shape[1] > 16:  # a dot takes 16 columns or more
+        HALF: tl.constexpr = a.shape[1] // 2
+        a_even, a_odd = tl.split(tl.reshape(a, (a.shape[0], HALF, 2)))
+        b_even, b_odd = tl.split(tl.reshape(b, (b.shape[0], HALF, 2)))
+        even = tl.dot(a_even, b_even.T, input_precision=PRECISION)
+        return tl.fma(even, 1.0, tl.dot(a_odd, b_odd.T, input_precision=PRECISION))
+    else:
+        return tl.dot(a, b.T)
+
+
+@triton.jit
 def dot_add(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b, for a sum over many tiles.
 

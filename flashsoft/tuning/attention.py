@@ -90,9 +90,9 @@ PORTABLE: dict[tuple[int, int], Ladders] = {
         queries=(TileConfig(32, 16, 8, 1),),
     ),
     (4, 256): Ladders(
-        forward=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 4, 1)),
+        forward=(TileConfig(32, 32, 8, 1), TileConfig(16, 16, 8, 1)),
         keys=(TileConfig(16, 16, 4, 1),),
-        queries=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 8, 1)),
+        queries=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 4, 1)),
     ),
 }
 PREPARE_ROWS = 32  # of a program of the kernel before both gradients
@@ -169,16 +169,18 @@ def _choose(D: int, Dv: int, itemsize: int, target: Device) -> tuple[TileConfig,
     row_bytes = (padded(D) + padded(Dv)) * itemsize
     ladders = HOPPER[key] if target.hopper and key in HOPPER else PORTABLE[key]
 
-    def first(ladder: Ladder, owned: str, streamed: str, share: float = 1.0) -> TileConfig:
-        """The first rung that fits, or the last."""
+    def first(ladder: Ladder, owned: tuple[str, float], streamed: tuple[str, float]) -> TileConfig:
+        """The first rung that fits, or the last, for so many times the rows of each kind."""
         for tile in ladder:
-            held = int(getattr(tile, owned) * share)
-            if legal(tile, held, getattr(tile, streamed), row_bytes, target.shared_memory):
+            held, passing = (int(getattr(tile, name) * times) for name, times in (owned, streamed))
+            if legal(tile, held, passing, row_bytes, target.shared_memory):
                 return tile
         return ladder[-1]
 
     # the forward kernel keeps queries only: half of what a row of both takes
-    forward = first(ladders.forward, "block_m", "block_n", share=0.5)
-    keys = first(ladders.keys, "block_n", "block_m")
-    queries = first(ladders.queries, "block_m", "block_n")
+    forward = first(ladders.forward, owned=("block_m", 0.5), streamed=("block_n", 1.0))
+    # a gradient's kernel has its streamed keys, or queries, a second time in float32: cut in two by score_dot
+    times = 1.5 if itemsize == 4 else 1.0
+    keys = first(ladders.keys, owned=("block_n", 1.0), streamed=("block_m", times))
+    queries = first(ladders.queries, owned=("block_m", 1.0), streamed=("block_n", times))
     return forward, BackwardConfig(keys, queries)
