@@ -319,17 +319,3 @@ def test_a_config_that_is_not_legal_is_told_once_and_passed_over(
 def test_a_smaller_device_of_the_same_kind_shares_rows_among_fewer() -> None:
     assert row_config(FORWARD, 128256, 2, False, H200).max_parts == rows.MAX_PARTS
     assert row_config(FORWARD, 128256, 2, False, rows.Device("sm_90", 16)).max_parts == 4
-
-
-@pytest.mark.parametrize("op", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_rows_that_begin_anywhere_are_held_with_little_padding(op: str, itemsize: int) -> None:
-    for n in (2049, 3000, 4103, 5001, 6144):
-        present = row_config(op, n, itemsize, False, H200)
-        config = rows.tightened(present, op, n, itemsize)
-        assert rows.parts(config, n).whole and rows.legal(config, op, itemsize)
-        assert config.block_cols * config.tiles < 1.5 * n
-    fits = RowConfig(1, 4096, 8)
-    assert rows.tightened(fits, op, 4000, itemsize) == fits
-    shared = RowConfig(1, 4096, 8, 1, 4)
-    assert rows.tightened(shared, op, 9000, itemsize) == shared

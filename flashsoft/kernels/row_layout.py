@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..tuning.rows import Parts, RowConfig, device, parts, row_config, tightened
+from ..tuning.rows import Parts, RowConfig, device, parts, row_config
 from .tiles import fold_rows
 
 INT32_COLS = (1 << 31) - (1 << 20)  # shorter rows, padding included, are counted in 32 bits: fewer registers
@@ -24,15 +24,19 @@ class Layout:
     unit: kernels take a row's length and the strides of rows in units of the largest power of two, up to 16, that
         divides them all. So the compiler sees that rows start and end on that boundary, and moves 16 bytes at once:
         by itself it looks for multiples of 16 only, and 1000 bfloat16 are one of 8.
-    align: where rows do not start on 16 bytes, yet all tensors' alike, the elements between such boundaries; else 0.
+    vector: elements of 16 bytes, of the tensor with the smallest ones.
+    align: `vector` where rows do not start on 16 bytes, yet all tensors' alike, so that they have heads; else 0.
+    body: columns for which there are tiles: all but the ends, if rows have them.
     """
 
     n_rows: int
     n_cols: int
+    body: int
     sizes: tuple[int, ...]
     strides: tuple[Strides, ...]
     per_row: tuple[Strides, ...]
     unit: int
+    vector: int
     align: int
     config: RowConfig
     parts: Parts
@@ -46,9 +50,14 @@ class Layout:
         return self.n_rows, self.n_cols // self.unit, self.parts.cols
 
     @property
+    def wide(self) -> bool:
+        """Whether all loads and stores are of 16 bytes, but for a row's ends."""
+        return self.align > 0 or self.unit >= self.vector
+
+    @property
     def options(self) -> dict[str, object]:
         tile = self.config.block_cols * (self.config.tiles if self.parts.whole else 1)
-        cap = self.config.registers if self.align == 0 else None  # caps were measured without a search for ends
+        cap = self.config.registers if self.wide else None  # caps were measured with loads of 16 bytes
         return ({} if cap is None else {"maxnreg": cap}) | {
             "EVEN": self.align == 0 and self.n_cols % self.parts.cols == 0 and self.parts.cols % tile == 0,
             "UNIT": self.unit,
@@ -72,21 +81,19 @@ def layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = 
     sizes, strides = fold_rows(*tensors, *(numbers.unsqueeze(-1) for numbers in per_row))
     of_tensors, of_numbers = strides[: len(tensors)], strides[len(tensors) :]
     unit = math.gcd(16, n_cols, *(stride for of_tensor in of_tensors for stride in of_tensor))
-    align = 16 // min(tensor.element_size() for tensor in tensors)
-    alike = all(len({stride % align for stride in along}) == 1 for along in zip(*of_tensors, strict=True))
+    vector = 16 // min(tensor.element_size() for tensor in tensors)
+    alike = all(len({stride % vector for stride in along}) == 1 for along in zip(*of_tensors, strict=True))
     on_boundaries = all(tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    if unit % align == 0 or not alike or not on_boundaries:
-        align = 0
     rows_inner = of_tensors[0][0] == 1 and x.stride(-1) > 1
-    config = row_config(op, n_cols, itemsize, rows_inner, device(x.get_device()))
-    if config.block_rows > 1:
-        align = 0
-    if align > 0:
-        config = tightened(config, op, n_cols + align, itemsize)
-        if parts(config, n_cols).whole and not parts(config, n_cols + align).whole:
-            config = row_config(op, n_cols + align, itemsize, rows_inner, device(x.get_device()))
+    align, body = 0, n_cols
+    config = row_config(op, body, itemsize, rows_inner, device(x.get_device()))
+    if unit % vector > 0 and alike and on_boundaries and n_cols >= vector:
+        most = n_cols // vector * vector
+        of_most = row_config(op, most, itemsize, rows_inner, device(x.get_device()))
+        if of_most.block_rows == 1:  # several rows of a program begin differently
+            align, body, config = vector, most, of_most
     in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in of_tensors)
-    share = parts(config, n_cols + align)
+    share = parts(config, body)
     return Layout(
-        x.numel() // n_cols, n_cols, sizes, in_units, tuple(of_numbers), unit, align, config, share
+        x.numel() // n_cols, n_cols, body, sizes, in_units, tuple(of_numbers), unit, vector, align, config, share
     )  # fmt: skip

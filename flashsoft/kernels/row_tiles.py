@@ -1,10 +1,9 @@
 """Tiles of rows: which part of which rows a program has, and how its tiles are read, held and written.
 
-Columns are counted from where the program's part of the row begins; of these, lo to hi - 1 exist. lo is 0 unless
-ALIGN > 0: then a part begins on the 16-byte boundary at or before its first column, ALIGN elements apart, though
-rows begin anywhere (an odd length, say). Whole 16 bytes are read, what does not belong to the row is replaced by
-padding, and the incomplete 16 bytes at a row's ends are written element by element (`edge_columns`).
-Without that a row of odd length moves 2 or 4 bytes at a time: on an H200, in bf16, at 0.26 to 0.56 of a copy's rate.
+Rows that begin anywhere (an odd length, say) have a head, what lies before their first 16-byte boundary, a body of
+whole 16 bytes, and a tail. Columns are counted from that boundary, tiles are of the body alone, and head and tail are
+taken element by element by the first of a row's programs (`ends`). Without that a row of odd length moves 2 or 4 bytes
+at a time: on an H200, in bf16, at 0.26 to 0.56 of a copy's rate. Other rows are all body.
 """
 
 import triton
@@ -22,29 +21,31 @@ def place(n_rows, parts, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def shift_of(row, sizes, strides, UNIT: tl.constexpr, ALIGN: tl.constexpr):
-    """How far, in elements, a row begins behind a boundary; the same for every tensor of a launch."""
+def body_of(row, sizes, strides, n_units, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr):
+    """The elements of a row's head, and of its body; the same for every tensor of a launch."""
+    n_cols = tl.cast(n_units, INDEX) * UNIT
     if ALIGN == 0:
-        return tl.cast(0, tl.int64)
+        return tl.cast(0, INDEX), n_cols
     else:
-        return tl.max(row_offset(row, sizes, strides) * UNIT % ALIGN, 0)
+        beyond = tl.max(row_offset(row, sizes, strides) * UNIT % ALIGN, 0).to(INDEX)
+        head = tl.where(beyond == 0, 0, ALIGN - beyond)
+        return head, (n_cols - head) // ALIGN * ALIGN
 
 
 @triton.jit
-def part_of(part, part_cols, n_units, shift, PARTED: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr):
-    """Where a part begins, from its row's first boundary (int64), and the first and the end of its columns."""
-    end = tl.cast(n_units, INDEX) * UNIT + shift.to(INDEX)
+def part_of(part, part_cols, body, PARTED: tl.constexpr, INDEX: tl.constexpr):
+    """Where a part of a body begins (int64), and how many columns it has."""
     begin = part.to(INDEX) * part_cols
     if not PARTED:
-        return begin.to(tl.int64), shift.to(INDEX), end
+        return begin.to(tl.int64), body
     else:
-        return begin.to(tl.int64), tl.maximum(shift.to(INDEX) - begin, 0), tl.minimum(end - begin, part_cols)
+        return begin.to(tl.int64), tl.minimum(body - begin, part_cols)
 
 
 @triton.jit
-def rows_of(x, row, sizes, strides, stride, shift, begin, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+def rows_of(x, row, sizes, strides, stride, head, begin, UNIT: tl.constexpr, ALIGN: tl.constexpr):
     """Pointers (BLOCK_ROWS, 1) to where a part begins; strides of rows are in units of UNIT elements."""
-    offset = row_offset(row, sizes, strides) * UNIT - shift
+    offset = row_offset(row, sizes, strides) * UNIT + head
     if ALIGN > 0:
         offset = tl.multiple_of(offset, [ALIGN])
     return x + offset[:, None] + begin * stride
@@ -52,25 +53,21 @@ def rows_of(x, row, sizes, strides, stride, shift, begin, UNIT: tl.constexpr, AL
 
 @triton.jit
 def load(
-    x, row_in, column, stride, lo, hi, PAD: tl.constexpr, EVICTION: tl.constexpr,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    x, row_in, start, stride, end, PAD: tl.constexpr, EVICTION: tl.constexpr,
+    EVEN: tl.constexpr, STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A tile as it is stored, PAD outside; with ALIGN in loads of whole 16 bytes."""
-    at = x + (column.to(tl.int64) * stride)[None, :]
-    if ALIGN > 0:
-        first = column // ALIGN * ALIGN
-        touched = (first + (ALIGN - 1) >= lo) & (first < hi)
-        tile = tl.load(at, mask=touched[None, :], other=PAD, eviction_policy=EVICTION)
-        return tl.where(((column >= lo) & (column < hi))[None, :], tile, PAD)
-    elif EVEN and BLOCK_ROWS == 1:
+    """The tile as it is stored that begins at column `start`; PAD from `end` on, a multiple of STEP."""
+    column = tl.arange(0, BLOCK_COLS)
+    at = x + tl.cast(start, tl.int64) * stride + (column.to(tl.int64) * stride)[None, :]
+    left = tl.multiple_of(end - start, STEP)
+    if EVEN and BLOCK_ROWS == 1:
         return tl.load(at, eviction_policy=EVICTION)
     elif EVEN:
         return tl.load(at, mask=row_in[:, None], other=PAD, eviction_policy=EVICTION)
     elif BLOCK_ROWS == 1:
-        return tl.load(at, mask=(column < tl.multiple_of(hi, UNIT))[None, :], other=PAD, eviction_policy=EVICTION)
+        return tl.load(at, mask=(column < left)[None, :], other=PAD, eviction_policy=EVICTION)
     else:
-        exists = row_in[:, None] & (column < tl.multiple_of(hi, UNIT))[None, :]
-        return tl.load(at, mask=exists, other=PAD, eviction_policy=EVICTION)
+        return tl.load(at, mask=row_in[:, None] & (column < left)[None, :], other=PAD, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -99,30 +96,52 @@ def again(tile, nothing, PACKED: tl.constexpr):
 
 @triton.jit
 def store(
-    y, tile, row_in, column, stride, lo, hi,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    y, tile, row_in, start, stride, end,
+    EVEN: tl.constexpr, STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """The counterpart of `load`, rounding to y's dtype; with ALIGN only whole 16 bytes."""
-    at = y + (column.to(tl.int64) * stride)[None, :]
+    """The counterpart of `load`, rounding to y's dtype."""
+    column = tl.arange(0, BLOCK_COLS)
+    at = y + tl.cast(start, tl.int64) * stride + (column.to(tl.int64) * stride)[None, :]
+    left = tl.multiple_of(end - start, STEP)
     tile = tile.to(y.dtype.element_ty)
-    if ALIGN > 0:
-        first = column // ALIGN * ALIGN
-        tl.store(at, tile, mask=((first >= lo) & (first + ALIGN <= hi))[None, :])
-    elif EVEN and BLOCK_ROWS == 1:
+    if EVEN and BLOCK_ROWS == 1:
         tl.store(at, tile)
     elif EVEN:
         tl.store(at, tile, mask=row_in[:, None])
     elif BLOCK_ROWS == 1:
-        tl.store(at, tile, mask=(column < tl.multiple_of(hi, UNIT))[None, :])
+        tl.store(at, tile, mask=(column < left)[None, :])
     else:
-        tl.store(at, tile, mask=row_in[:, None] & (column < tl.multiple_of(hi, UNIT))[None, :])
+        tl.store(at, tile, mask=row_in[:, None] & (column < left)[None, :])
 
 
 @triton.jit
-def edge_columns(lo, hi, ALIGN: tl.constexpr):
-    """The columns (2 * ALIGN,) of the 16 bytes that a row's first and last element lie in, and which `store` left."""
+def ends(part, head, body, n_units, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+    """The columns (2 * ALIGN,) of a row's head and tail, in turns, and which of them the program has."""
     side = tl.arange(0, 2 * ALIGN)
-    tail = tl.maximum(hi, 0) // ALIGN * ALIGN
-    column = tl.where(side < ALIGN, side, tail + side - ALIGN)
-    left = (tl.where(side < ALIGN, lo, hi - tail) > 0) & (column >= lo) & (column < hi)
-    return column, left
+    nth = side // 2
+    tail = tl.cast(n_units, body.dtype) * UNIT - head - body
+    column = tl.where(side % 2 == 0, nth - head, nth + body)
+    exists = nth < tl.where(side % 2 == 0, head, tail)
+    return column, exists & (part == 0)
+
+
+@triton.jit
+def scalar(x):
+    """The element of x (1,)."""
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def load_ends(x, column, exists, PAD: tl.constexpr):
+    """A row's head and tail (2 * ALIGN,), float32, PAD where there is nothing.
+
+    Reduce it to scalars, for a program of one row: from a row of a tile the compiler takes the tile's layout over, in
+    which a thread has several of these elements, and all threads all of them.
+    """
+    return tl.load(tl.reshape(x, (1,)) + column, mask=exists, other=PAD).to(tl.float32)
+
+
+@triton.jit
+def store_ends(y, ends, column, exists):
+    """The counterpart of `load_ends`."""
+    tl.store(tl.reshape(y, (1,)) + column, ends.to(y.dtype.element_ty), mask=exists)

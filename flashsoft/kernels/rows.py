@@ -33,7 +33,7 @@ from ..tuning.rows import BACKWARD, FORWARD, Parts
 from .exchange import Phase, board, exchange, shared_state, shared_sum
 from .launch import Launch, Tensors, launch
 from .row_layout import Layout, layout
-from .row_tiles import again, edge_columns, load, part_of, place, rows_of, shift_of, store
+from .row_tiles import again, body_of, ends, load, load_ends, part_of, place, rows_of, scalar, store, store_ends
 from .softmax import LN2, exponential, finish, pivot, update
 from .tiles import row_offset
 
@@ -53,9 +53,9 @@ def of_state(m, s):
 def result(x, at, inverse, log_s, LOG: tl.constexpr):
     """exp(x - m) / s, or (x - m) - ln(s) if LOG, for what `of_state` gave."""
     if LOG:
-        return (x - at[:, None]) - log_s[:, None]
+        return (x - at) - log_s
     else:
-        return exponential(x, at[:, None], 1.0) * inverse[:, None]
+        return exponential(x, at, 1.0) * inverse
 
 
 @triton.jit
@@ -71,9 +71,9 @@ def summand(g, y, LOG: tl.constexpr):
 def gradient(g, y, total, LOG: tl.constexpr):
     """y * (g - sum(y * g)), or g - exp(y) * sum(g) if LOG; total is the sum of the summands."""
     if LOG:
-        return g - exponential(y, 0.0, 1.0) * total[:, None]
+        return g - exponential(y, 0.0, 1.0) * total
     else:
-        return y * (g - total[:, None])
+        return y * (g - total)
 
 
 @triton.jit
@@ -86,58 +86,55 @@ def softmax_forward_kernel(
 ):  # fmt: skip
     """y = exp(x - m) / s, or (x - m) - ln(s) if LOG; NaN in rows without mass, as in torch."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
-    shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS > 1, UNIT, INDEX)
-    x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
-    y = rows_of(y, row, sizes, y_strides, y_stride, shift, begin, UNIT, ALIGN)
-    column = tl.arange(0, BLOCK_COLS)
+    head, body = body_of(row, sizes, x_strides, n_units, UNIT, ALIGN, INDEX)
+    begin, end = part_of(part, part_cols, body, PARTS > 1, INDEX)
+    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGN)
+    y = rows_of(y, row, sizes, y_strides, y_stride, head, begin, UNIT, ALIGN)
+    STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
     m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
     s = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if ALIGN > 0:
+        end_columns, end_exists = ends(part, head, body, n_units, UNIT, ALIGN)
+        end_tile = load_ends(x, end_columns, end_exists, EMPTY)
+        m = tl.maximum(m, tl.max(end_tile, 0))
     if WHOLE:
         tiles = ()
         for t in tl.static_range(TILES):
-            here = column + t * BLOCK_COLS
-            tile = load(x, row_in, here, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            tile = load(x, row_in, t * BLOCK_COLS, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
             tiles = tiles + (tile,)  # noqa: RUF005 (Triton has no unpacking)
         top = tiles[0].to(tl.float32)
         for t in tl.static_range(1, TILES):
             top = tl.maximum(top, tiles[t].to(tl.float32))
-        m = tl.max(top, 1)
+        m = tl.maximum(m, tl.max(top, 1))
         p = exponential(again(tiles[0], nothing, PACKED), pivot(m)[:, None], 1.0)
         for t in tl.static_range(1, TILES):
             p += exponential(again(tiles[t], nothing, PACKED), pivot(m)[:, None], 1.0)
         s = tl.sum(p, 1)
+        if ALIGN > 0:
+            s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
     else:
-        for start in range(0, hi, BLOCK_COLS):
-            x_here = x + tl.cast(start, tl.int64) * x_stride
-            tile = load(
-                x_here, row_in, column, x_stride, lo - start, hi - start,
-                EMPTY, "evict_last", EVEN, UNIT, ALIGN, BLOCK_ROWS,
-            )  # fmt: skip
+        if ALIGN > 0:
+            s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
+        for start in range(0, end, BLOCK_COLS):
+            tile = load(x, row_in, start, x_stride, end, EMPTY, "evict_last", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
             m, s, _, _ = update(m, s, tile.to(tl.float32))
     if PARTS > 1:
         m, s = shared_state(board, row, part, m, s, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
-    at, inverse, log_s = of_state(m, s)
+    at, inverse, log_s = of_state(m[:, None], s[:, None])
     if WHOLE:
         for t in tl.static_range(TILES):
             out = result(again(tiles[t], nor_this, PACKED), at, inverse, log_s, LOG)
-            store(y, out, row_in, column + t * BLOCK_COLS, y_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            store(y, out, row_in, t * BLOCK_COLS, y_stride, end, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
     else:
-        last = (hi - 1) // BLOCK_COLS * BLOCK_COLS
-        for back in range(0, hi, BLOCK_COLS):
+        last = (end - 1) // BLOCK_COLS * BLOCK_COLS
+        for back in range(0, end, BLOCK_COLS):
             start = last - back
-            x_here = x + tl.cast(start, tl.int64) * x_stride
-            y_here = y + tl.cast(start, tl.int64) * y_stride
-            tile = load(
-                x_here, row_in, column, x_stride, lo - start, hi - start, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS
-            )
+            tile = load(x, row_in, start, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
             out = result(tile.to(tl.float32), at, inverse, log_s, LOG)
-            store(y_here, out, row_in, column, y_stride, lo - start, hi - start, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            store(y, out, row_in, start, y_stride, end, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
     if ALIGN > 0:
-        edge, left = edge_columns(lo, hi, ALIGN)
-        tile = tl.load(x + edge[None, :], mask=left[None, :], other=EMPTY).to(tl.float32)
-        out = result(tile, at, inverse, log_s, LOG)
-        tl.store(y + edge[None, :], out.to(y.dtype.element_ty), mask=left[None, :])
+        at, inverse, log_s = of_state(scalar(m), scalar(s))
+        store_ends(y, result(end_tile, at, inverse, log_s, LOG), end_columns, end_exists)
 
 
 @triton.jit
@@ -151,60 +148,50 @@ def softmax_backward_kernel(
 ):  # fmt: skip
     """dx = y * (dy - sum(y * dy)), or dy - exp(y) * sum(dy) if LOG."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
-    shift = shift_of(row, sizes, y_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS > 1, UNIT, INDEX)
-    dy = rows_of(dy, row, sizes, dy_strides, dy_stride, shift, begin, UNIT, ALIGN)
-    y = rows_of(y, row, sizes, y_strides, y_stride, shift, begin, UNIT, ALIGN)
-    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, shift, begin, UNIT, ALIGN)
-    column = tl.arange(0, BLOCK_COLS)
+    head, body = body_of(row, sizes, y_strides, n_units, UNIT, ALIGN, INDEX)
+    begin, end = part_of(part, part_cols, body, PARTS > 1, INDEX)
+    dy = rows_of(dy, row, sizes, dy_strides, dy_stride, head, begin, UNIT, ALIGN)
+    y = rows_of(y, row, sizes, y_strides, y_stride, head, begin, UNIT, ALIGN)
+    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, head, begin, UNIT, ALIGN)
+    STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if ALIGN > 0:
+        end_columns, end_exists = ends(part, head, body, n_units, UNIT, ALIGN)
+        end_g = load_ends(dy, end_columns, end_exists, 0.0)
+        end_v = load_ends(y, end_columns, end_exists, 0.0)
+        total += tl.sum(summand(end_g, end_v, LOG), 0)
     if WHOLE:
         gs, vs = (), ()
-        total = tl.zeros((BLOCK_ROWS,), tl.float32)
         for t in tl.static_range(TILES):
-            here = column + t * BLOCK_COLS
-            g = load(dy, row_in, here, dy_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
-            v = load(y, row_in, here, y_stride, lo, hi, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            g = load(dy, row_in, t * BLOCK_COLS, dy_stride, end, 0.0, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+            v = load(y, row_in, t * BLOCK_COLS, y_stride, end, 0.0, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
             gs, vs = gs + (g,), vs + (v,)  # noqa: RUF005
         for t in tl.static_range(TILES):
             total += tl.sum(summand(gs[t].to(tl.float32), vs[t].to(tl.float32), LOG), 1)
     else:
         # a lane sums its own columns, and lanes are added up once, after the last tile
         lanes = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-        for start in range(0, hi, BLOCK_COLS):
-            dy_here = dy + tl.cast(start, tl.int64) * dy_stride
-            y_here = y + tl.cast(start, tl.int64) * y_stride
-            g = load(
-                dy_here, row_in, column, dy_stride, lo - start, hi - start,
-                0.0, "evict_last", EVEN, UNIT, ALIGN, BLOCK_ROWS,
-            )  # fmt: skip
-            v = load(
-                y_here, row_in, column, y_stride, lo - start, hi - start,
-                0.0, "evict_last", EVEN, UNIT, ALIGN, BLOCK_ROWS,
-            )  # fmt: skip
+        for start in range(0, end, BLOCK_COLS):
+            g = load(dy, row_in, start, dy_stride, end, 0.0, "evict_last", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+            v = load(y, row_in, start, y_stride, end, 0.0, "evict_last", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
             lanes += summand(g.to(tl.float32), v.to(tl.float32), LOG)
-        total = tl.sum(lanes, 1)
+        total += tl.sum(lanes, 1)
     if PARTS > 1:
         total = shared_sum(board, row, part, total, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     if WHOLE:
         for t in tl.static_range(TILES):
-            out = gradient(again(gs[t], nothing, PACKED), again(vs[t], nothing, PACKED), total, LOG)
-            store(dx, out, row_in, column + t * BLOCK_COLS, dx_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            out = gradient(again(gs[t], nothing, PACKED), again(vs[t], nothing, PACKED), total[:, None], LOG)
+            store(dx, out, row_in, t * BLOCK_COLS, dx_stride, end, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
     else:
-        last = (hi - 1) // BLOCK_COLS * BLOCK_COLS
-        for back in range(0, hi, BLOCK_COLS):
+        last = (end - 1) // BLOCK_COLS * BLOCK_COLS
+        for back in range(0, end, BLOCK_COLS):
             start = last - back
-            dy_here = dy + tl.cast(start, tl.int64) * dy_stride
-            y_here = y + tl.cast(start, tl.int64) * y_stride
-            dx_here = dx + tl.cast(start, tl.int64) * dx_stride
-            g = load(dy_here, row_in, column, dy_stride, lo - start, hi - start, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
-            v = load(y_here, row_in, column, y_stride, lo - start, hi - start, 0.0, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
-            out = gradient(g.to(tl.float32), v.to(tl.float32), total, LOG)
-            store(dx_here, out, row_in, column, dx_stride, lo - start, hi - start, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+            g = load(dy, row_in, start, dy_stride, end, 0.0, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+            v = load(y, row_in, start, y_stride, end, 0.0, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+            out = gradient(g.to(tl.float32), v.to(tl.float32), total[:, None], LOG)
+            store(dx, out, row_in, start, dx_stride, end, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
     if ALIGN > 0:
-        edge, left = edge_columns(lo, hi, ALIGN)
-        g = tl.load(dy + edge[None, :], mask=left[None, :], other=0.0).to(tl.float32)
-        v = tl.load(y + edge[None, :], mask=left[None, :], other=0.0).to(tl.float32)
-        tl.store(dx + edge[None, :], gradient(g, v, total, LOG).to(dx.dtype.element_ty), mask=left[None, :])
+        store_ends(dx, gradient(end_g, end_v, scalar(total), LOG), end_columns, end_exists)
 
 
 @triton.jit
@@ -216,15 +203,19 @@ def logsumexp_forward_kernel(
 ):  # fmt: skip
     """lse of each row; N elements a row are read."""
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
-    shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, PARTS > 1, UNIT, INDEX)
-    x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
-    column = tl.arange(0, BLOCK_COLS)
+    head, body = body_of(row, sizes, x_strides, n_units, UNIT, ALIGN, INDEX)
+    begin, end = part_of(part, part_cols, body, PARTS > 1, INDEX)
+    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGN)
+    STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
     m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
     s = tl.zeros((BLOCK_ROWS,), tl.float32)
-    for start in range(0, hi, BLOCK_COLS):
-        x_here = x + tl.cast(start, tl.int64) * x_stride
-        tile = load(x_here, row_in, column, x_stride, lo - start, hi - start, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS)
+    if ALIGN > 0:
+        end_columns, end_exists = ends(part, head, body, n_units, UNIT, ALIGN)
+        end_tile = load_ends(x, end_columns, end_exists, EMPTY)
+        m = tl.maximum(m, tl.max(end_tile, 0))
+        s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
+    for start in range(0, end, BLOCK_COLS):
+        tile = load(x, row_in, start, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
         m, s, _, _ = update(m, s, tile.to(tl.float32))
     if PARTS > 1:
         m, s = shared_state(board, row, part, m, s, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
@@ -241,22 +232,21 @@ def logsumexp_backward_kernel(
 ):  # fmt: skip
     """dx = dlse * exp(x - lse), 0 where lse is -inf; a program owns one tile, 2 N elements a row move."""
     row, row_in, part = place(n_rows, parts, BLOCK_ROWS)
-    shift = shift_of(row, sizes, x_strides, UNIT, ALIGN)
-    begin, lo, hi = part_of(part, part_cols, n_units, shift, True, UNIT, INDEX)
-    column = tl.arange(0, BLOCK_COLS)
+    head, body = body_of(row, sizes, x_strides, n_units, UNIT, ALIGN, INDEX)
+    begin, end = part_of(part, part_cols, body, True, INDEX)
+    STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
     at = tl.load(lse + row_offset(row, sizes, lse_strides), mask=row_in, other=0.0).to(tl.float32)
     at = tl.where(at == EMPTY, 0.0, at)
     weight = tl.load(dlse + row_offset(row, sizes, dlse_strides), mask=row_in, other=0.0).to(tl.float32)
-    x = rows_of(x, row, sizes, x_strides, x_stride, shift, begin, UNIT, ALIGN)
-    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, shift, begin, UNIT, ALIGN)
-    tile = load(x, row_in, column, x_stride, lo, hi, EMPTY, "", EVEN, UNIT, ALIGN, BLOCK_ROWS).to(tl.float32)
+    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGN)
+    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, head, begin, UNIT, ALIGN)
+    tile = load(x, row_in, 0, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS).to(tl.float32)
     out = weight[:, None] * exponential(tile, at[:, None], 1.0)
-    store(dx, out, row_in, column, dx_stride, lo, hi, EVEN, UNIT, ALIGN, BLOCK_ROWS)
+    store(dx, out, row_in, 0, dx_stride, end, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
     if ALIGN > 0:
-        edge, left = edge_columns(lo, hi, ALIGN)
-        tile = tl.load(x + edge[None, :], mask=left[None, :], other=EMPTY).to(tl.float32)
-        out = weight[:, None] * exponential(tile, at[:, None], 1.0)
-        tl.store(dx + edge[None, :], out.to(dx.dtype.element_ty), mask=left[None, :])
+        end_columns, end_exists = ends(part, head, body, n_units, UNIT, ALIGN)
+        out = scalar(weight) * exponential(load_ends(x, end_columns, end_exists, EMPTY), scalar(at), 1.0)
+        store_ends(dx, out, end_columns, end_exists)
 
 
 # ---- launchers ---------------------------------------------------------------------------------------------
@@ -304,9 +294,7 @@ def _plan_logsumexp_backward(inputs: Tensors, outputs: Tensors) -> Launch:
     (dlse, x, lse), (dx,) = inputs, outputs
     rows = layout(FORWARD, x, dx, per_row=(dlse, lse))
     cols = rows.config.block_cols
-    share = Parts(
-        triton.cdiv(rows.n_cols + rows.align, cols), cols, whole=False
-    )  # a tile a program, none of which waits
+    share = Parts(triton.cdiv(rows.body, cols), cols, whole=False)  # a tile a program, none of which waits
     rows = replace(rows, parts=share)
     args = (
         rows.sizes, *rows.strides, *rows.per_row, x.stride(-1), dx.stride(-1), *rows.lengths, share.count,

@@ -101,7 +101,7 @@ def score_dot(a, b, PRECISION: tl.constexpr):
         even = tl.dot(a_even, b_even.T, input_precision=PRECISION)
         return tl.fma(even, 1.0, tl.dot(a_odd, b_odd.T, input_precision=PRECISION))
     else:
-        return tl.dot(a, b.T)
+        return tl.dot(a, b.T, input_precision=PRECISION)
 
 
 @triton.jit

@@ -128,23 +128,6 @@ def row_config(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device
     return replace(config, max_parts=min(config.max_parts, most_parts(on)))
 
 
-def tightened(config: RowConfig, op: str, n_cols: int, itemsize: int) -> RowConfig:
-    """`config`, or another for whole rows that it does not hold or of which it would make a fifth or more padding.
-
-    For rows that begin anywhere: their ends make a power of two too small, and cost instructions, which padding
-    doubles. Tiles are one 16-byte load a thread. By count of instructions; not measured yet.
-    """
-    held = config.block_cols * config.tiles
-    if _forced or config.max_parts > 1 or n_cols <= held <= n_cols * 5 // 4:
-        return config
-    for num_warps in (4, 8, 16):
-        block_cols = num_warps * 512 // itemsize
-        tiles = triton.cdiv(n_cols, block_cols)
-        if tiles * TENSORS[op] <= 6:
-            return RowConfig(1, block_cols, num_warps, tiles)
-    return config
-
-
 def most_parts(on: Device) -> int:
     """Programs that may share a row: so few that those which wait for others leave room for these to start.
 
