@@ -24,8 +24,10 @@ class Layout:
     unit: kernels take a row's length and the strides of rows in units of the largest power of two, up to 16, that
         divides them all. So the compiler sees that rows start and end on that boundary, and moves 16 bytes at once:
         by itself it looks for multiples of 16 only, and 1000 bfloat16 are one of 8.
-    vector: elements of 16 bytes, of the tensor with the smallest ones.
-    align: `vector` where rows do not start on 16 bytes, yet all tensors' alike, so that they have heads; else 0.
+    align: where rows do not start on 16 bytes, the elements between such boundaries, from one of which the body starts
+        in the first tensor; else 0.
+    aligned: of the tensors, whose bodies start on boundaries then: `align` for each, or 0.
+    registers: the most that a thread may have, or None.
     body: columns for which there are tiles: all but the ends, if rows have them.
     """
 
@@ -36,8 +38,9 @@ class Layout:
     strides: tuple[Strides, ...]
     per_row: tuple[Strides, ...]
     unit: int
-    vector: int
     align: int
+    aligned: tuple[int, ...]
+    registers: int | None
     config: RowConfig
     parts: Parts
 
@@ -50,18 +53,13 @@ class Layout:
         return self.n_rows, self.n_cols // self.unit, self.parts.cols
 
     @property
-    def wide(self) -> bool:
-        """Whether all loads and stores are of 16 bytes, but for a row's ends."""
-        return self.align > 0 or self.unit >= self.vector
-
-    @property
     def options(self) -> dict[str, object]:
         tile = self.config.block_cols * (self.config.tiles if self.parts.whole else 1)
-        cap = self.config.registers if self.wide else None  # caps were measured with loads of 16 bytes
-        return ({} if cap is None else {"maxnreg": cap}) | {
+        return ({} if self.registers is None else {"maxnreg": self.registers}) | {
             "EVEN": self.align == 0 and self.n_cols % self.parts.cols == 0 and self.parts.cols % tile == 0,
             "UNIT": self.unit,
             "ALIGN": self.align,
+            "ALIGNED": self.aligned,
             "INDEX": tl.int32 if self.n_cols < INT32_COLS else tl.int64,
             "BLOCK_ROWS": self.config.block_rows,
             "BLOCK_COLS": self.config.block_cols,
@@ -82,18 +80,27 @@ def layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = 
     of_tensors, of_numbers = strides[: len(tensors)], strides[len(tensors) :]
     unit = math.gcd(16, n_cols, *(stride for of_tensor in of_tensors for stride in of_tensor))
     vector = 16 // min(tensor.element_size() for tensor in tensors)
-    alike = all(len({stride % vector for stride in along}) == 1 for along in zip(*of_tensors, strict=True))
-    on_boundaries = all(tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
     rows_inner = of_tensors[0][0] == 1 and x.stride(-1) > 1
-    align, body = 0, n_cols
+    align, aligned, body = 0, (0,) * len(tensors), n_cols
     config = row_config(op, body, itemsize, rows_inner, device(x.get_device()))
-    if unit % vector > 0 and alike and on_boundaries and n_cols >= vector:
+    on_boundary = [tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 for tensor in tensors]
+    if unit % vector > 0 and on_boundary[0] and n_cols >= vector:
         most = n_cols // vector * vector
         of_most = row_config(op, most, itemsize, rows_inner, device(x.get_device()))
         if of_most.block_rows == 1:  # several rows of a program begin differently
             align, body, config = vector, most, of_most
+            alike = [
+                all((a - b) % vector == 0 for a, b in zip(along, of_tensors[0], strict=True)) for along in of_tensors
+            ]
+            aligned = tuple(vector * (a and b) for a, b in zip(alike, on_boundary, strict=True))
+    registers = config.registers  # measured for loads and stores of 16 bytes
+    if align > 0 and 0 in aligned:  # results pass through shared memory, to be stored element by element
+        registers = 64 if registers is None else registers + 8
+    elif align == 0 and unit % vector > 0:
+        registers = None
     in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in of_tensors)
     share = parts(config, body)
     return Layout(
-        x.numel() // n_cols, n_cols, body, sizes, in_units, tuple(of_numbers), unit, vector, align, config, share
+        x.numel() // n_cols, n_cols, body, sizes, in_units, tuple(of_numbers), unit, align, aligned, registers, config,
+        share,
     )  # fmt: skip

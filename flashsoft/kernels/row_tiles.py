@@ -22,7 +22,7 @@ def place(n_rows, parts, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def body_of(row, sizes, strides, n_units, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr):
-    """The elements of a row's head, and of its body; the same for every tensor of a launch."""
+    """The elements of a row's head, and of its body, by where the row begins in the tensor with these strides."""
     n_cols = tl.cast(n_units, INDEX) * UNIT
     if ALIGN == 0:
         return tl.cast(0, INDEX), n_cols
@@ -43,11 +43,14 @@ def part_of(part, part_cols, body, PARTED: tl.constexpr, INDEX: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, row, sizes, strides, stride, head, begin, UNIT: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers (BLOCK_ROWS, 1) to where a part begins; strides of rows are in units of UNIT elements."""
+def rows_of(x, row, sizes, strides, stride, head, begin, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers (BLOCK_ROWS, 1) to where a part begins; strides of rows are in units of UNIT elements.
+
+    ALIGNED: elements of which the body's offset in this tensor is a multiple, more than the compiler can see; or 0.
+    """
     offset = row_offset(row, sizes, strides) * UNIT + head
-    if ALIGN > 0:
-        offset = tl.multiple_of(offset, [ALIGN])
+    if ALIGNED > 0:
+        offset = tl.multiple_of(offset, [ALIGNED])
     return x + offset[:, None] + begin * stride
 
 

@@ -80,7 +80,7 @@ def gradient(g, y, total, LOG: tl.constexpr):
 def softmax_forward_kernel(
     x, y, board, sizes, x_strides, y_strides, x_stride, y_stride, n_rows, n_units, part_cols, nothing, nor_this,
     LOG: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, ALIGNED: tl.constexpr, INDEX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +88,8 @@ def softmax_forward_kernel(
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
     head, body = body_of(row, sizes, x_strides, n_units, UNIT, ALIGN, INDEX)
     begin, end = part_of(part, part_cols, body, PARTS > 1, INDEX)
-    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGN)
-    y = rows_of(y, row, sizes, y_strides, y_stride, head, begin, UNIT, ALIGN)
+    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGNED[0])
+    y = rows_of(y, row, sizes, y_strides, y_stride, head, begin, UNIT, ALIGNED[1])
     STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
     m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
     s = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -142,7 +142,7 @@ def softmax_backward_kernel(
     dy, y, dx, board, sizes, dy_strides, y_strides, dx_strides, dy_stride, y_stride, dx_stride,
     n_rows, n_units, part_cols, nothing,
     LOG: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, ALIGNED: tl.constexpr, INDEX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -150,9 +150,9 @@ def softmax_backward_kernel(
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
     head, body = body_of(row, sizes, y_strides, n_units, UNIT, ALIGN, INDEX)
     begin, end = part_of(part, part_cols, body, PARTS > 1, INDEX)
-    dy = rows_of(dy, row, sizes, dy_strides, dy_stride, head, begin, UNIT, ALIGN)
-    y = rows_of(y, row, sizes, y_strides, y_stride, head, begin, UNIT, ALIGN)
-    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, head, begin, UNIT, ALIGN)
+    dy = rows_of(dy, row, sizes, dy_strides, dy_stride, head, begin, UNIT, ALIGNED[1])
+    y = rows_of(y, row, sizes, y_strides, y_stride, head, begin, UNIT, ALIGNED[0])
+    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, head, begin, UNIT, ALIGNED[2])
     STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     if ALIGN > 0:
@@ -197,7 +197,7 @@ def softmax_backward_kernel(
 @triton.jit
 def logsumexp_forward_kernel(
     x, lse, board, sizes, x_strides, x_stride, n_rows, n_units, part_cols,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, ALIGNED: tl.constexpr, INDEX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +205,7 @@ def logsumexp_forward_kernel(
     row, row_in, part = place(n_rows, PARTS, BLOCK_ROWS)
     head, body = body_of(row, sizes, x_strides, n_units, UNIT, ALIGN, INDEX)
     begin, end = part_of(part, part_cols, body, PARTS > 1, INDEX)
-    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGN)
+    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGNED[0])
     STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
     m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
     s = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -227,7 +227,7 @@ def logsumexp_forward_kernel(
 def logsumexp_backward_kernel(
     dlse, x, lse, dx, sizes, x_strides, dx_strides, dlse_strides, lse_strides, x_stride, dx_stride,
     n_rows, n_units, part_cols, parts,
-    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, ALIGNED: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """dx = dlse * exp(x - lse), 0 where lse is -inf; a program owns one tile, 2 N elements a row move."""
@@ -238,8 +238,8 @@ def logsumexp_backward_kernel(
     at = tl.load(lse + row_offset(row, sizes, lse_strides), mask=row_in, other=0.0).to(tl.float32)
     at = tl.where(at == EMPTY, 0.0, at)
     weight = tl.load(dlse + row_offset(row, sizes, dlse_strides), mask=row_in, other=0.0).to(tl.float32)
-    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGN)
-    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, head, begin, UNIT, ALIGN)
+    x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGNED[0])
+    dx = rows_of(dx, row, sizes, dx_strides, dx_stride, head, begin, UNIT, ALIGNED[1])
     tile = load(x, row_in, 0, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS).to(tl.float32)
     out = weight[:, None] * exponential(tile, at[:, None], 1.0)
     store(dx, out, row_in, 0, dx_stride, end, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
