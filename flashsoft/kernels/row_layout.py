@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..tuning.rows import Parts, RowConfig, device, parts, row_config
+from ..tuning.rows import FORWARD, Parts, RowConfig, device, parts, row_config
 from .tiles import fold_rows
 
 INT32_COLS = (1 << 31) - (1 << 20)  # shorter rows, padding included, are counted in 32 bits: fewer registers
@@ -84,18 +84,17 @@ def layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = 
     align, aligned, body = 0, (0,) * len(tensors), n_cols
     config = row_config(op, body, itemsize, rows_inner, device(x.get_device()))
     on_boundary = [tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 for tensor in tensors]
-    if unit % vector > 0 and on_boundary[0] and n_cols >= vector:
+    alike = [all((a - b) % vector == 0 for a, b in zip(along, of_tensors[0], strict=True)) for along in of_tensors]
+    starts = [a and b for a, b in zip(alike, on_boundary, strict=True)]
+    # elements of 32 bits move singly as fast as through shared memory
+    if unit % vector > 0 and n_cols >= vector and on_boundary[0] and (all(starts) or itemsize == 2):
         most = n_cols // vector * vector
         of_most = row_config(op, most, itemsize, rows_inner, device(x.get_device()))
         if of_most.block_rows == 1:  # several rows of a program begin differently
-            align, body, config = vector, most, of_most
-            alike = [
-                all((a - b) % vector == 0 for a, b in zip(along, of_tensors[0], strict=True)) for along in of_tensors
-            ]
-            aligned = tuple(vector * (a and b) for a, b in zip(alike, on_boundary, strict=True))
+            align, body, config, aligned = vector, most, of_most, tuple(vector * start for start in starts)
     registers = config.registers  # measured for loads and stores of 16 bytes
-    if align > 0 and 0 in aligned:  # results pass through shared memory, to be stored element by element
-        registers = 64 if registers is None else registers + 8
+    if align > 0 and not all(starts):  # results pass through shared memory, to be stored singly
+        registers = (registers or (32 if op == FORWARD else 56)) + 8
     elif align == 0 and unit % vector > 0:
         registers = None
     in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in of_tensors)
