@@ -21,9 +21,10 @@ HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 OPS = ("softmax", "log_softmax", "logsumexp")
 
 # Where another way begins: under the interpreter rows are shared beyond 1,024 and read twice beyond 2,048; on an H200
-# they are shared beyond 8,192 (backward), 16,384 (16 bits) and 32,768, read twice beyond 262,144.
+# they have other tiles beyond each of EDGES, are shared beyond 11,264 (16 bits, backward), 16,384 and 32,768, and read
+# twice beyond 262,144 (float32 and backward) or 524,288.
 LENGTHS = (1, 2, 3, 64, 127, 128, 129, 255, 257, 511, 512, 513, 1017, 1023, 1024, 1025, 2047, 2048, 2049)
-EDGES = (8192, 16384, 32768, 65536, 1 << 18)
+EDGES = (3072, 6144, 8192, 11264, 16384, 32768, 65536, 163840, 1 << 18, 1 << 19)
 LONG = (*(edge + by for edge in EDGES for by in (-1, 0, 1)), 50257, 128256, (1 << 20) + 3)
 
 
@@ -353,7 +354,7 @@ def test_more_than_int32(shape: tuple[int, int], device: torch.device) -> None:
 FORCED: dict[RowConfig, tuple[int, ...]] = {
     RowConfig(8, 32, 4): (31, 32, 33, 70),
     RowConfig(1, 128, 4): (127, 128, 129),
-    RowConfig(1, 64, 4, tiles=2): (65, 128, 129),
+    RowConfig(1, 64, 4, tiles=3): (65, 128, 129, 192, 193),
     RowConfig(1, 64, 4, tiles=2, max_parts=3): (128, 129, 257, 384, 385),
     RowConfig(1, 128, 4, max_parts=2): (128, 129, 256, 300),
 }
@@ -387,7 +388,7 @@ def test_not_finite_parts(op: str, forced: RowConfig, device: torch.device) -> N
     test_not_finite(op, 140, "triton", device)
 
 
-@pytest.mark.parametrize("forced", [SHARED], indirect=True, ids=str)
+@pytest.mark.parametrize("forced", [SHARED, RowConfig(1, 256, 4), RowConfig(1, 64, 4)], indirect=True, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_rows_that_begin_anywhere(op: str, forced: RowConfig, device: torch.device, poisoned: None) -> None:
     """Rows at every distance from 16 bytes, alike in all tensors or not, with NaN between them."""

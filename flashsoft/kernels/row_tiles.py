@@ -74,6 +74,19 @@ def load(
 
 
 @triton.jit
+def load_all(
+    x, row_in, stride, end, PAD: tl.constexpr, EVICTION: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """The tiles from column 0 on, a tuple of TILES."""
+    tiles = ()
+    for t in tl.static_range(TILES):
+        tile = load(x, row_in, t * BLOCK_COLS, stride, end, PAD, EVICTION, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+        tiles = tiles + (tile,)  # noqa: RUF005 (Triton has no unpacking)
+    return tiles
+
+
+@triton.jit
 def again(tile, nothing, PACKED: tl.constexpr):
     """A loaded tile in float32; if PACKED, from a value that the compiler must take for another one.
 

@@ -12,10 +12,14 @@ sums. An element of a forward costs 16 to 24 instructions; at the rate of a copy
 they count (in the machine code for sm_90; more where rows begin anywhere). Where rows are large, what waits for a
 row's state is the tile as it was read, not its exponentials, which are computed twice.
 
-Measured on an H200, bf16 and float32, M * N = 2^28: loads with the evict_first hint cost 3 to 5 % of the bandwidth;
-evict_last gains 1 to 4 %, but a copy of 16 MB that repeats after it takes 15 % longer, as the L2 cache is left full of
-x, so whole rows have no hint. Beside evict_first, .cs on stores changes nothing. exp2 is one instruction where exp is
-five, and there is one division a row: neither has been timed against its alternatives.
+Measured on an H200 in the forward, M * N = 2^28, N = 1,024 to 262,144, bf16 and float32 (speed against what is here):
+
+- Loads with evict_last: 2 to 5 % faster. But until as much has streamed by, the L2 cache is left full of x: a copy of
+  16 MB takes 10.2 us in place of 8.6. So only tensors that no cache would hold anyway are read so (BEYOND_L2).
+  Giving the lines back (applypriority) costs 10 to 25 %, loads with evict_first 2 to 8 %, stores with it or .cs 1 %.
+- exp2, one instruction, against exp, five: errors alike; exp is up to 16 % slower where the row is long and of 16 bits.
+- One exact division a row, and a product an element. A division an element, exact: the error (rms) is 6 % less in
+  float32, the same in bf16; up to 36 % slower. Approximate: the error is no less, up to 6 % slower.
 """
 
 from __future__ import annotations
@@ -33,11 +37,25 @@ from ..tuning.rows import BACKWARD, FORWARD, Parts
 from .exchange import Phase, board, exchange, shared_state, shared_sum
 from .launch import Launch, Tensors, launch
 from .row_layout import Layout, layout
-from .row_tiles import again, body_of, ends, load, load_ends, part_of, place, rows_of, scalar, store, store_ends
+from .row_tiles import (
+    again,
+    body_of,
+    ends,
+    load,
+    load_all,
+    load_ends,
+    part_of,
+    place,
+    rows_of,
+    scalar,
+    store,
+    store_ends,
+)
 from .softmax import LN2, exponential, finish, pivot, update
 from .tiles import row_offset
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
+BEYOND_L2 = 1 << 27  # bytes, more than any L2 cache holds
 
 
 @triton.jit
@@ -56,6 +74,19 @@ def result(x, at, inverse, log_s, LOG: tl.constexpr):
         return (x - at) - log_s
     else:
         return exponential(x, at, 1.0) * inverse
+
+
+@triton.jit
+def state_of(tiles, m, nothing, PACKED: tl.constexpr):
+    """The state of all tiles, their maximum beside m (rows,), which may be one of other elements."""
+    top = tiles[0].to(tl.float32)
+    for t in tl.static_range(1, len(tiles)):
+        top = tl.maximum(top, tiles[t].to(tl.float32))
+    m = tl.maximum(m, tl.max(top, 1))
+    p = exponential(again(tiles[0], nothing, PACKED), pivot(m)[:, None], 1.0)
+    for t in tl.static_range(1, len(tiles)):
+        p += exponential(again(tiles[t], nothing, PACKED), pivot(m)[:, None], 1.0)
+    return m, tl.sum(p, 1)
 
 
 @triton.jit
@@ -79,7 +110,7 @@ def gradient(g, y, total, LOG: tl.constexpr):
 @triton.jit
 def softmax_forward_kernel(
     x, y, board, sizes, x_strides, y_strides, x_stride, y_stride, n_rows, n_units, part_cols, nothing, nor_this,
-    LOG: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    LOG: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, ALIGNED: tl.constexpr, INDEX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -98,23 +129,11 @@ def softmax_forward_kernel(
         end_tile = load_ends(x, end_columns, end_exists, EMPTY)
         m = tl.maximum(m, tl.max(end_tile, 0))
     if WHOLE:
-        tiles = ()
-        for t in tl.static_range(TILES):
-            tile = load(x, row_in, t * BLOCK_COLS, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-            tiles = tiles + (tile,)  # noqa: RUF005 (Triton has no unpacking)
-        top = tiles[0].to(tl.float32)
-        for t in tl.static_range(1, TILES):
-            top = tl.maximum(top, tiles[t].to(tl.float32))
-        m = tl.maximum(m, tl.max(top, 1))
-        p = exponential(again(tiles[0], nothing, PACKED), pivot(m)[:, None], 1.0)
-        for t in tl.static_range(1, TILES):
-            p += exponential(again(tiles[t], nothing, PACKED), pivot(m)[:, None], 1.0)
-        s = tl.sum(p, 1)
-        if ALIGN > 0:
-            s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
-    else:
-        if ALIGN > 0:
-            s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
+        tiles = load_all(x, row_in, x_stride, end, EMPTY, KEEP, TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+        m, s = state_of(tiles, m, nothing, PACKED)
+    if ALIGN > 0:
+        s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
+    if not WHOLE:
         for start in range(0, end, BLOCK_COLS):
             tile = load(x, row_in, start, x_stride, end, EMPTY, "evict_last", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
             m, s, _, _ = update(m, s, tile.to(tl.float32))
@@ -161,11 +180,8 @@ def softmax_backward_kernel(
         end_v = load_ends(y, end_columns, end_exists, 0.0)
         total += tl.sum(summand(end_g, end_v, LOG), 0)
     if WHOLE:
-        gs, vs = (), ()
-        for t in tl.static_range(TILES):
-            g = load(dy, row_in, t * BLOCK_COLS, dy_stride, end, 0.0, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-            v = load(y, row_in, t * BLOCK_COLS, y_stride, end, 0.0, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-            gs, vs = gs + (g,), vs + (v,)  # noqa: RUF005
+        gs = load_all(dy, row_in, dy_stride, end, 0.0, "", TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+        vs = load_all(y, row_in, y_stride, end, 0.0, "", TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
         for t in tl.static_range(TILES):
             total += tl.sum(summand(gs[t].to(tl.float32), vs[t].to(tl.float32), LOG), 1)
     else:
@@ -196,7 +212,8 @@ def softmax_backward_kernel(
 
 @triton.jit
 def logsumexp_forward_kernel(
-    x, lse, board, sizes, x_strides, x_stride, n_rows, n_units, part_cols,
+    x, lse, board, sizes, x_strides, x_stride, n_rows, n_units, part_cols, nothing,
+    WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, ALIGNED: tl.constexpr, INDEX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -213,10 +230,15 @@ def logsumexp_forward_kernel(
         end_columns, end_exists = ends(part, head, body, n_units, UNIT, ALIGN)
         end_tile = load_ends(x, end_columns, end_exists, EMPTY)
         m = tl.maximum(m, tl.max(end_tile, 0))
+    if WHOLE:
+        tiles = load_all(x, row_in, x_stride, end, EMPTY, "", TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+        m, s = state_of(tiles, m, nothing, PACKED)
+    if ALIGN > 0:
         s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
-    for start in range(0, end, BLOCK_COLS):
-        tile = load(x, row_in, start, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-        m, s, _, _ = update(m, s, tile.to(tl.float32))
+    if not WHOLE:
+        for start in range(0, end, BLOCK_COLS):
+            tile = load(x, row_in, start, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+            m, s, _, _ = update(m, s, tile.to(tl.float32))
     if PARTS > 1:
         m, s = shared_state(board, row, part, m, s, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     _, row_lse = finish(m, s)
@@ -269,7 +291,14 @@ def _plan_forward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bo
     (x,), (y,) = inputs, outputs
     rows = layout(FORWARD, x, y)
     args = (rows.sizes, *rows.strides, x.stride(-1), y.stride(-1), *rows.lengths, 0, 0)
-    constants = {"LOG": log, "WHOLE": rows.parts.whole, "TILES": rows.config.tiles, "PACKED": rows.packed(x)}
+    keep = "evict_last" if x.numel() * x.element_size() > BEYOND_L2 else ""
+    constants = {
+        "LOG": log,
+        "KEEP": keep,
+        "WHOLE": rows.parts.whole,
+        "TILES": rows.config.tiles,
+        "PACKED": rows.packed(x),
+    }
     return _launch(softmax_forward_kernel, x, rows, args, constants, phase)
 
 
@@ -285,9 +314,9 @@ def _plan_backward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: b
 def _plan_logsumexp(inputs: Tensors, outputs: Tensors, phase: Phase) -> Launch:
     (x,) = inputs
     rows = layout(FORWARD, x)
-    rows = replace(rows, parts=replace(rows.parts, whole=False))  # a loop over tiles, none of which is kept
-    args = (rows.sizes, *rows.strides, x.stride(-1), *rows.lengths)
-    return _launch(logsumexp_forward_kernel, x, rows, args, {}, phase)
+    args = (rows.sizes, *rows.strides, x.stride(-1), *rows.lengths, 0)
+    constants = {"WHOLE": rows.parts.whole, "PACKED": rows.packed(x), "TILES": rows.config.tiles}
+    return _launch(logsumexp_forward_kernel, x, rows, args, constants, phase)
 
 
 def _plan_logsumexp_backward(inputs: Tensors, outputs: Tensors) -> Launch:
