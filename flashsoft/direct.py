@@ -22,6 +22,8 @@ LIMIT = 4096  # kinds of calls remembered; when there are so many, all are forgo
 _VALUES = frozenset((bool, int, float, str, torch.dtype, type(None)))
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _tracing, _transforming = torch._C._is_tracing, torch._C._are_functorch_transforms_active
+# looked up once: a method found on a tensor costs more than what these do
+_is_neg, _get_device, _data_ptr, _stride = Tensor.is_neg, Tensor.get_device, Tensor.data_ptr, Tensor.stride
 
 
 class Launched(NamedTuple):
@@ -81,13 +83,13 @@ def again(ordinary: Callable[..., Any], tensors: tuple[Tensor, ...], *options: A
     problem: list[Any] = [ordinary, options, *map(type, options)]  # 1, 1.0 and True are equal
     try:
         for tensor in tensors:
-            if type(tensor) is not Tensor or (tensor.requires_grad and torch.is_grad_enabled()) or tensor.is_neg():
+            if type(tensor) is not Tensor or (tensor.requires_grad and torch.is_grad_enabled()) or _is_neg(tensor):
                 return ordinary(*tensors, *options)
-            device, pointer = tensor.get_device(), tensor.data_ptr()
+            device, pointer = _get_device(tensor), _data_ptr(tensor)
             if device < 0 or not pointer:
                 return ordinary(*tensors, *options)
             pointers.append(pointer)
-            problem += (device, tensor.shape, tensor.stride(), tensor.dtype, pointer & 15)
+            problem += device, tensor.shape, _stride(tensor), tensor.dtype, pointer & 15
         key = tuple(problem)
         anew = _known.get(key)
     except (RuntimeError, TypeError):  # a layout without strides, an option that cannot be hashed

@@ -1,4 +1,4 @@
-"""Launches from what an earlier one made ready, and calls that go past torch's dispatcher: when, and with what."""
+"""Launches from what an earlier one made ready: when, and with what."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 import conftest
 import pytest
 import torch
+from dry import DRY
 from test_dispatch import run_python
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsoft
-from flashsoft import direct, ops
 
 if not conftest.HAS_TRITON:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -230,27 +227,6 @@ def test_tensors_on_the_cpu_are_always_launched_in_tritons_own_way(machine: Mach
     assert len(machine.slow) == 2 and not launching._ready
 
 
-# a driver that launches nothing and keeps what it was given
-DRY = """
-import sys
-sys.path.insert(0, "tests")
-import torch, triton
-from gate import Driver, target_of
-
-calls = []
-
-class Dry(Driver):
-    def launcher_cls(self, src, metadata):
-        return lambda *args: calls.append(args)
-    def load_binary(self, *_):
-        return 1, 2, 3, 0, 1024
-    def unload_module(self, *_):
-        pass
-
-torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda device: 0
-triton.runtime.driver.set_active(Dry(target_of("90")))
-"""
-
 DRY_RUN = (
     DRY
     + """
@@ -305,117 +281,6 @@ def test_a_remembered_launch_has_the_arguments_of_tritons_own() -> None:
     assert run_python(DRY_RUN).splitlines()[-1] == "same"
 
 
-# ---- calls that go past the dispatcher -------------------------------------------------------------------------
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Overriding(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Derived(Tensor):
-    pass
-
-
-@pytest.fixture
-def undispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators that were run past the dispatcher."""
-    names: list[str] = []
-
-    def noting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
-            names.append(name)
-            return run(*args)
-
-        return noted
-
-    monkeypatch.setattr("flashsoft.env.BACKEND", "reference")  # none of this depends on the backend
-    monkeypatch.setattr(
-        ops, "_implementations", {name: noting(name, run) for name, run in ops._implementations.items()}
-    )
-    return names
-
-
-def test_plain_calls_go_past_the_dispatcher(undispatched: list[str]) -> None:
-    x, q = torch.randn(3, 5), torch.randn(1, 2, 3, 8)
-    weight = torch.nn.Parameter(x)
-    flashsoft.softmax(x)
-    flashsoft.log_softmax(x, 0, dtype=torch.float64)
-    flashsoft.logsumexp(x)
-    flashsoft.fused_softmax(x, 0.7, mask=x > 0, bias=x, top_k=2)
-    flashsoft.attention(q, q, q, mask=flashsoft.Causal())
-    with torch.no_grad():
-        flashsoft.softmax(weight)
-    with torch.inference_mode():
-        flashsoft.softmax(weight * 2)
-    assert undispatched == ["softmax", "log_softmax", "logsumexp", "fused_softmax", "attention", "softmax", "softmax"]
-
-
-def test_backward_passes_go_past_it_too_unless_they_are_differentiated(undispatched: list[str]) -> None:
-    x = torch.randn(3, 5, requires_grad=True)
-    y = flashsoft.softmax(x)
-    y.backward(torch.ones_like(y), retain_graph=True)
-    assert undispatched == ["softmax_backward"]
-    torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
-    assert undispatched == ["softmax_backward"]
-
-
-@pytest.mark.parametrize(
-    "watched",
-    [
-        lambda x: flashsoft.softmax(x.requires_grad_()),
-        lambda x: flashsoft.softmax(torch.nn.Parameter(x)),
-        lambda x: flashsoft.softmax(x.as_subclass(Derived)),
-        lambda x: flashsoft.softmax(x.to("meta")),
-        lambda x: within(Watching(), x),
-        lambda x: within(Overriding(), x),
-        lambda x: within(torch.profiler.profile(), x),
-        lambda x: within(torch.autograd.forward_ad.dual_level(), x),
-        lambda x: within(torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), x),
-        lambda x: torch.func.grad(lambda t: flashsoft.softmax(t)[0, 0])(x),
-        lambda x: torch.jit.trace(flashsoft.softmax, x, check_trace=False),
-        lambda x: torch.compile(flashsoft.softmax, backend="eager", fullgraph=True)(x),
-        lambda x: torch.fx.experimental.proxy_tensor.make_fx(lambda t: flashsoft.softmax(t))(x),
-        lambda x: torch.fx.experimental.proxy_tensor.make_fx(lambda t: flashsoft.softmax(t), pre_dispatch=True)(x),
-        lambda x: flashsoft.softmax(torch.view_as_complex(x).conj().imag),
-        lambda x: flashsoft.softmax(torch._efficientzerotensor((3, 5))),
-        lambda x: flashsoft.attention(*(x[None, None],) * 2, x[None, None].requires_grad_()),
-    ],
-    ids=[
-        "gradient", "parameter", "subclass", "meta", "dispatch-mode", "function-mode", "profiler", "forward-mode",
-        "fake", "grad", "trace", "compile", "make_fx", "pre-dispatch", "negative-view", "zero-tensor", "value",
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore")
-def test_whoever_watches_sees_the_operator(watched: Callable[[Tensor], Any], undispatched: list[str]) -> None:
-    watched(torch.randn(6, 2))
-    assert not undispatched
-
-
-def within(context: Any, x: Tensor) -> Tensor:
-    with context:
-        return flashsoft.softmax(x)
-
-
-def test_a_negative_view_is_resolved() -> None:
-    z = torch.randn(6, 3, dtype=torch.complex64)
-    x = z.conj().imag
-    assert x.is_neg()
-    torch.testing.assert_close(flashsoft.fused_softmax(x), torch.softmax(x, -1))
-
-
-def test_the_profiler_names_the_operator() -> None:
-    x = torch.randn(3, 5)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        flashsoft.fused_softmax(x)
-    assert "flashsoft::fused_softmax" in {event.key for event in profile.key_averages()}
-
-
 # ---- what a launch ends in -------------------------------------------------------------------------------------
 
 
@@ -465,182 +330,6 @@ def test_the_installed_triton_has_such_a_launcher(monkeypatch: pytest.MonkeyPatc
     run(3, 1, 1, 70, 5, (4, 1, 0), None, None, None, *parameters)
     started(3, 1, 1, 70, *known, *([parameters] if packed else parameters))
     assert len(given) == 2 and given[0] == given[1]
-
-
-# ---- calls made again ------------------------------------------------------------------------------------------
-
-
-class Calls:
-    """An ordinary call that is one launch, y = x + 1 on a GPU that is not here."""
-
-    def __init__(self) -> None:
-        self.ordinary, self.anew, self.away = 0, 0, False
-
-    def __call__(self, x: Tensor, *options: Any) -> Tensor:
-        self.ordinary += 1
-        y = x + 1
-
-        def anew(tensors: tuple[Tensor, ...], pointers: list[int]) -> list[Tensor] | None:
-            if self.away:
-                return None
-            self.anew += 1
-            assert pointers == [t.data_ptr() for t in tensors]
-            return [tensors[0] + 1]
-
-        if direct.under_way.launches is not None:
-            direct.under_way.launches.append(direct.Launched((x, None), (y,), anew))
-        return y
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    monkeypatch.setattr(Tensor, "get_device", lambda x: 0, raising=False)
-    monkeypatch.setattr(direct, "_known", {})
-    return Calls()
-
-
-def test_the_second_call_of_a_kind_only_launches(calls: Calls) -> None:
-    for n in range(1, 4):
-        x = torch.randn(3, 5)
-        assert torch.equal(direct.again(calls, (x,), -1, None), x + 1)
-        assert (calls.ordinary, calls.anew) == (1, n - 1)
-    calls.away = True
-    assert torch.equal(direct.again(calls, (x,), -1, None), x + 1)
-    assert (calls.ordinary, calls.anew) == (2, 2) and direct.under_way.launches is None
-    direct.forget()
-    direct.again(calls, (x,), -1, None)
-    assert calls.ordinary == 3
-
-
-@pytest.mark.parametrize(
-    "x, options",
-    [
-        (torch.zeros(5, 3), (1,)),
-        (torch.zeros(5, 3).t(), (1,)),
-        (torch.zeros(3, 5, dtype=torch.float16), (1,)),
-        (torch.zeros(16)[1:].view(3, 5), (1,)),
-        (torch.zeros(3, 5), (2,)),
-        (torch.zeros(3, 5), (True,)),
-        (torch.zeros(3, 5), (1.0,)),
-        (torch.zeros(3, 5), ([],)),
-        (torch.zeros(3, 5, requires_grad=True), (1,)),
-        (torch.zeros(3, 5).as_subclass(Derived), (1,)),
-        (torch.zeros(3, 10, dtype=torch.complex64).conj().imag[:, ::2], (1,)),
-        (torch._efficientzerotensor((3, 5)), (1,)),
-        (torch.zeros(3, 5).to_sparse(), (1,)),
-        (torch.zeros(3, 5, device="meta"), (1,)),
-    ],
-    ids=[
-        "size", "strides", "dtype", "address", "option", "bool", "float", "unhashable", "gradient", "subclass",
-        "negative", "zero", "sparse", "meta",
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore")
-def test_another_kind_of_call_takes_the_ordinary_way(calls: Calls, x: Tensor, options: tuple[Any, ...]) -> None:
-    direct.again(calls, (torch.zeros(3, 5),), 1)
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # some of them cannot be added to
-        direct.again(calls, (x,), *options)
-    assert (calls.ordinary, calls.anew) == (2, 0) and direct.under_way.launches is None
-
-
-@pytest.mark.parametrize(
-    "context", [Watching, Overriding, torch.profiler.profile, torch.autograd.forward_ad.dual_level]
-)
-def test_whoever_watches_sees_the_ordinary_way(calls: Calls, context: Callable[[], Any]) -> None:
-    x = torch.zeros(3, 5)
-    direct.again(calls, (x,))
-    with context():
-        direct.again(calls, (x,))
-    torch.func.vmap(lambda row: direct.again(calls, (row,)))(x)
-    assert (calls.ordinary, calls.anew) == (3, 0)
-
-
-def test_a_call_of_more_than_one_launch_takes_the_ordinary_way(calls: Calls) -> None:
-    def twice(x: Tensor) -> Tensor:
-        return calls(calls(x))
-
-    def of_a_view(x: Tensor) -> Tensor:
-        return calls(x[:])
-
-    def a_view(x: Tensor) -> Tensor:
-        return calls(x)[:]
-
-    for call, launches in ((twice, 2), (of_a_view, 1), (a_view, 1)):
-        calls.ordinary = 0
-        for _ in range(3):
-            direct.again(call, (torch.zeros(3, 5),))
-        assert (calls.ordinary, calls.anew) == (3 * launches, 0)
-
-
-def test_kinds_of_calls_remembered_are_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "LIMIT", 3)
-    for n in range(1, 9):
-        direct.again(calls, (torch.zeros(n),))
-        assert 1 <= len(direct._known) <= 3
-
-
-def test_a_call_that_fails_leaves_nothing_behind(calls: Calls) -> None:
-    def failing(x: Tensor) -> Tensor:
-        calls(x)
-        raise ValueError
-
-    with pytest.raises(ValueError):
-        direct.again(failing, (torch.zeros(3),))
-    assert direct.under_way.launches is None and not direct._known
-
-
-DRY_CALLS = (
-    DRY
-    + """
-import flashsoft
-from flashsoft import direct, dispatch
-
-ordinary = []
-
-torch.Tensor.get_device = lambda x: 0
-dispatch.target_of = lambda device: dispatch.Target("cuda", (9, 0), has_triton=True, interpreted=False)
-choose = flashsoft.ops.choose
-flashsoft.ops.choose = lambda *args: ordinary.append(args) or choose(*args)
-
-x = torch.zeros(8, 1000, dtype=torch.bfloat16)
-q, k = (torch.zeros(1, S, H, 64, dtype=torch.float16).transpose(1, 2) for S, H in ((40, 4), (56, 2)))
-full = q.float(), k.float(), k.float()
-for call in (
-    lambda: flashsoft.softmax(x),
-    lambda: flashsoft.softmax(x.T),
-    lambda: flashsoft.log_softmax(x[:, 1:], -1, dtype=torch.float32),
-    lambda: flashsoft.logsumexp(x),
-    lambda: flashsoft.softmax(torch.zeros(4, 200_000)),
-    lambda: flashsoft.fused_softmax(x, 0.7, flashsoft.Causal(), top_k=3, return_lse=True),
-    lambda: flashsoft.fused_softmax(x, 0.7, torch.ones(8, 1000, dtype=torch.bool), return_lse=True),
-    lambda: flashsoft.attention(q, k, k, return_lse=True),
-    lambda: flashsoft.attention(q, k, k, mask=flashsoft.Window(9), scale=0.5, return_lse=True),
-    lambda: flashsoft.attention(*full, return_lse=True),
-):
-    kinds, firsts = len(direct._known), None
-    for turn in range(2):
-        calls.clear(), ordinary.clear()
-        results = call()
-        results = results if isinstance(results, tuple) else (results,)
-        (args,) = calls
-        layouts = [(y.shape, y.stride(), y.dtype) for y in results]
-        if turn == 0:
-            first = args, layouts
-    settled = len(direct._known) > kinds
-    assert settled is not bool(ordinary)
-    print(settled, layouts == first[1], len(args) == len(first[0]), args[:6] == first[0][:6])
-    numbers = [(a, b) for a, b in zip(args[9:], first[0][9:]) if not isinstance(b, torch.Tensor)]
-    assert all(a == b for a, b in numbers), numbers
-    where = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args[9:]]
-    assert all(y.data_ptr() in where for y in results)
-"""
-)
-
-
-def test_calls_made_again_launch_what_the_ordinary_way_does() -> None:
-    lines = [line for line in run_python(DRY_CALLS).splitlines() if line.startswith(("True", "False"))]
-    again, ordinary = "True True True True", "False True True True"  # a tensor for a mask, float32 attention
-    assert lines == [again] * 6 + [ordinary] + [again] * 2 + [ordinary]
 
 
 # ---- boards of captured launches -------------------------------------------------------------------------------
@@ -765,27 +454,3 @@ def test_a_cuda_graph_of_shared_rows(spare: int, monkeypatch: pytest.MonkeyPatch
                 graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(first, expected) and torch.equal(second, logs)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("unplanned")
-def test_calls_made_again_give_the_same_results() -> None:
-    x = torch.randn(64, 1000, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.float16).transpose(1, 2)
-    for call in (
-        lambda: flashsoft.softmax(x),
-        lambda: flashsoft.softmax(x.t()),
-        lambda: flashsoft.log_softmax(x, dtype=torch.float32),
-        lambda: flashsoft.logsumexp(x),
-        lambda: flashsoft.attention(q, q, q, return_lse=True),
-        lambda: flashsoft.attention(q, q, q, mask=flashsoft.Causal(), scale=2.0),
-    ):
-        direct.forget()
-        first = call()
-        assert direct._known
-        for _ in range(2):
-            torch.testing.assert_close(call(), first, rtol=0, atol=0)
-    with pytest.raises(TypeError):
-        flashsoft.softmax(x, dim=True)
-    out = flashsoft.attention(q, q, q)
-    assert out.stride() == torch.nn.functional.scaled_dot_product_attention(q, q, q).stride()

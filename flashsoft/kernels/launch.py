@@ -62,6 +62,7 @@ _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 _enter, _leave = type(_runtime).launch_enter_hook, type(_runtime).launch_exit_hook  # unless set
 _set, _set_to_compile = vars(_runtime), vars(_compilation)  # knobs that have been set
 _C = torch._C
+_empty_like, _data_ptr = torch.empty_like, Tensor.data_ptr
 _ready: dict[tuple[Any, ...], _Ready] = {}
 
 
@@ -128,17 +129,17 @@ def _anew(ready: _Ready, device: int, inputs: Tensors, outputs: Tensors) -> Call
     """`direct.Launched.anew`. What torch allocates begins on 16 bytes."""
     absent = (None,) * sum(tensor is None for tensor in inputs)
     like, *layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in (inputs[0], *outputs) if t is not None]
-    recipes = [(layout == like, *layout) for layout in layouts]
+    alike = sum(layout == like for layout in layouts[:1])  # the first output, that of every call here but logsumexp
+    others = layouts[alike:]
 
     def anew(tensors: tuple[Tensor, ...], pointers: list[Any]) -> list[Tensor] | None:
         if device != _C._cuda_getDevice() or (_may_be_watched() and _watched()):
             return None
-        made = [
-            torch.empty_like(tensors[0]) if is_like else torch.empty_strided(size, stride, dtype=dtype, device=place)
-            for is_like, size, stride, dtype, place in recipes
-        ]
+        made = [_empty_like(tensors[0])] if alike else []
+        for size, stride, dtype, place in others:
+            made.append(torch.empty_strided(size, stride, dtype=dtype, device=place))
         pointers += absent
-        pointers += [output.data_ptr() for output in made]
+        pointers += map(_data_ptr, made)
         _run(ready, _C._cuda_getCurrentRawStream(device), pointers)
         return made
 
