@@ -97,7 +97,7 @@ def again(ordinary: Callable[..., Any], tensors: tuple[Tensor, ...], *options: A
     if anew is not None:
         outputs = anew(tensors, pointers)
         if outputs is not None:
-            return tuple(outputs) if len(outputs) > 1 else outputs[0]
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
     made = under_way.launches = []
     try:
         result = ordinary(*tensors, *options)

@@ -129,18 +129,27 @@ def _anew(ready: _Ready, device: int, inputs: Tensors, outputs: Tensors) -> Call
     """`direct.Launched.anew`. What torch allocates begins on 16 bytes."""
     absent = (None,) * sum(tensor is None for tensor in inputs)
     like, *layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in (inputs[0], *outputs) if t is not None]
-    alike = sum(layout == like for layout in layouts[:1])  # the first output, that of every call here but logsumexp
+    alike = layouts[0] == like
     others = layouts[alike:]
+    _, run, known, packed, programs, args, scratch = ready
+    plain = not packed and scratch is None
 
     def anew(tensors: tuple[Tensor, ...], pointers: list[Any]) -> list[Tensor] | None:
         if device != _C._cuda_getDevice() or (_may_be_watched() and _watched()):
             return None
-        made = [_empty_like(tensors[0])] if alike else []
+        pointers += absent
+        made = []
+        if alike:
+            made.append(_empty_like(tensors[0]))
+            pointers.append(_data_ptr(made[0]))
         for size, stride, dtype, place in others:
             made.append(torch.empty_strided(size, stride, dtype=dtype, device=place))
-        pointers += absent
-        pointers += map(_data_ptr, made)
-        _run(ready, _C._cuda_getCurrentRawStream(device), pointers)
+            pointers.append(_data_ptr(made[-1]))
+        stream = _C._cuda_getCurrentRawStream(device)
+        if plain:  # `_run`, a call less
+            run(programs, 1, 1, stream, *known, *pointers, *args)
+        else:
+            _run(ready, stream, pointers)
         return made
 
     return anew
