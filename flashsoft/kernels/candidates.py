@@ -1,0 +1,168 @@
+"""Top-k of wide rows in one read of x, for k up to a few hundred.
+
+The k largest of a row are among the k largest of its parts. So one launch takes each part, fills its place in y with
+zeros and leaves its candidates: its own k largest, or some more. A second takes the candidates of a row, a thousandth
+of it, chooses k of them exactly, and writes their softmax over the zeros. x is read once and y written once; between
+the launches there are 8 bytes a candidate.
+
+A first bound comes from maxima of a few scores each: where k of those are at least b, so are k scores, and hardly more.
+Candidates lie in the order of their columns, so that among equals the lowest index is first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..tuning import logits as tuning
+from .launch import Launch, Tensors, launch
+from .scores import fold_given, last_stride, row_inverse, score_tile
+from .softmax import exponential, finish, pivot
+from .tiles import row_offset
+from .top_k import SHIFT, first_of_equals, order_key, row_count, tile_threshold
+
+NOTHING: tl.constexpr = tl.constexpr(-1)  # no candidate: its column would be -1
+
+
+@triton.jit
+def local_candidates(key, k, SHIFT: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr):
+    """Flags (1, columns) of the k first of a part, largest first and then leftmost, and of no more than MOST >= k."""
+    SIZE: tl.constexpr = key.shape[1] // GROUPS
+    maxima = tl.max(tl.reshape(key, (SIZE, GROUPS)), 0)
+    low, _, _, _, _ = tile_threshold(maxima[None, :], k, k + k // 2, SHIFT)
+    keep = key >= low[:, None]
+    if tl.max(row_count(keep), 0) > MOST:
+        low, high, at_least, above, some = tile_threshold(key, k, k, SHIFT)
+        keep = key >= low[:, None]
+        if tl.max(at_least - some, 0) > 0:
+            keep, _ = first_of_equals(key, low, high, some - above, tl.zeros_like(some))
+    return keep
+
+
+@triton.jit(do_not_specialize=["lo", "hi", "top_k"])
+def collect_kernel(
+    x_ptr, temperature_ptr, mask_ptr, bias_ptr, y_ptr, found_ptr,
+    inverse, lo, hi, top_k, N, parts, sizes, x_strides, y_strides, temperature_strides, mask_strides, bias_strides,
+    x_step, y_step, mask_step, bias_step,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """A program owns a part of a row: zeros into y, and into found (rows, parts, MOST) score and column of candidates."""
+    row = tl.program_id(0).to(tl.int64) // parts + tl.arange(0, 1)
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = (columns < N)[None, :]
+    live = row >= 0
+    at_y = y_ptr + (row_offset(row, sizes, y_strides)[:, None] + columns[None, :].to(tl.int64) * y_step)
+    tl.store(at_y, tl.zeros((1, BLOCK), y_ptr.dtype.element_ty), mask=inside)
+    scale, _ = row_inverse(
+        inverse, temperature_ptr, row, live, sizes, temperature_strides, WITH_BIAS=bias_ptr is not None
+    )
+    score = score_tile(
+        columns, inside, x_ptr, row_offset(row, sizes, x_strides), x_step,
+        mask_ptr, row_offset(row, sizes, mask_strides), mask_step,
+        bias_ptr, row_offset(row, sizes, bias_strides), bias_step,
+        scale, (row % sizes[0]).to(tl.int32), lo, hi,
+    )  # fmt: skip
+    k = tl.full((1,), top_k, tl.int32)
+    keep = local_candidates(order_key(score, SHIFT), k, SHIFT, GROUPS, MOST)
+    place = tl.cumsum(keep.to(tl.int32), 1) - 1
+    word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | columns[None, :].to(tl.int64)
+    at = found_ptr + tl.program_id(0).to(tl.int64) * MOST
+    tl.store(at + place, word, mask=keep)
+    slot = tl.arange(0, MOST)
+    tl.store(at + slot, tl.full((MOST,), NOTHING, tl.int64), mask=slot >= tl.max(row_count(keep), 0))
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def choose_kernel(
+    found_ptr, temperature_ptr, y_ptr, lse_ptr, inverse, top_k, N, slots, sizes, y_strides, temperature_strides, y_step,
+    SHIFT: tl.constexpr, WITH_BIAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program owns a row: k of its candidates, their softmax into y, and lse."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    live = row >= 0
+    scale, poisoned = row_inverse(inverse, temperature_ptr, row, live, sizes, temperature_strides, WITH_BIAS)
+    if WITH_BIAS:
+        scale = tl.full((1,), 1.0, tl.float32)
+    slot = tl.arange(0, SLOTS)
+    word = tl.load(found_ptr + tl.program_id(0).to(tl.int64) * slots + slot, mask=slot < slots, other=NOTHING)[None, :]
+    column = word.to(tl.int32)
+    score = tl.where(column >= 0, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
+
+    key = order_key(score, SHIFT)
+    k = tl.full((1,), top_k, tl.int32)
+    low, high, at_least, above, k = tile_threshold(key, k, k, SHIFT)
+    keep = key >= low[:, None]
+    if tl.max(at_least - k, 0) > 0:
+        keep, _ = first_of_equals(key, low, high, k - above, tl.zeros_like(k))
+    m = tl.max(score, 1)
+    p = tl.where(keep, exponential(score, pivot(m)[:, None], scale[:, None]), 0.0)
+    s = tl.sum(p, 1)
+    inverse_s, lse = finish(m, s, scale)
+    poisoned = poisoned & (s != 0.0)
+    inverse_s = tl.where(poisoned, float("nan"), inverse_s)
+    tl.store(lse_ptr + row, tl.where(poisoned, float("nan"), lse))
+
+    y_row = y_ptr + row_offset(row, sizes, y_strides)[:, None]
+    if tl.max((inverse_s != inverse_s).to(tl.int32), 0) > 0:
+        for start in range(0, N, BLOCK):
+            columns = start + tl.arange(0, BLOCK)[None, :]
+            nan = tl.full((1, BLOCK), float("nan"), tl.float32).to(y_ptr.dtype.element_ty)
+            tl.store(y_row + columns.to(tl.int64) * y_step, nan, mask=columns < N)
+    else:
+        y = p * inverse_s[:, None]
+        tl.store(y_row + column.to(tl.int64) * y_step, y.to(y_ptr.dtype.element_ty), mask=keep)
+
+
+def _plan_collect(
+    inputs: Tensors, outputs: Tensors, inverse: float, lo: int | None, hi: int | None, k: int,
+    config: tuning.CandidatesConfig,
+) -> Launch:  # fmt: skip
+    x, row_temperature, mask, bias = inputs
+    y, found = outputs
+    N, parts = x.shape[-1], found.shape[1]
+    bias = None if bias is None else bias.expand(x.shape)
+    sizes, strides = fold_given(x, y, row_temperature, mask, bias, separate_last=lo is not None or hi is not None)
+    steps = (x.stride(-1), y.stride(-1), last_stride(mask), last_stride(bias))
+    options = {
+        "SHIFT": SHIFT[x.dtype] if bias is None else 0,
+        "BLOCK": config.block,
+        "GROUPS": config.groups,
+        "MOST": config.most,
+        "num_warps": config.num_warps,
+    }
+    return Launch(
+        collect_kernel, found.shape[0] * parts, (inverse, lo, hi, k, N, parts, sizes, *strides, *steps), options
+    )
+
+
+def _plan_choose(
+    inputs: Tensors, outputs: Tensors, inverse: float, k: int, shift: int, with_bias: bool,
+    config: tuning.CandidatesConfig,
+) -> Launch:  # fmt: skip
+    found, row_temperature = inputs
+    y, _ = outputs
+    rows, parts, most = found.shape
+    sizes, strides = fold_given(y, row_temperature)
+    slots = triton.next_power_of_2(parts * most)
+    options = {
+        "SHIFT": shift,
+        "WITH_BIAS": with_bias,
+        "SLOTS": slots,
+        "BLOCK": config.block,
+        "num_warps": tuning.warps_of(slots),
+    }
+    return Launch(choose_kernel, rows, (inverse, k, y.shape[-1], parts * most, sizes, *strides, y.stride(-1)), options)
+
+
+def top_k_softmax(
+    x: torch.Tensor, row_temperature: torch.Tensor | None, inverse: float, mask: torch.Tensor | None,
+    lo: int | None, hi: int | None, bias: torch.Tensor | None, k: int, config: tuning.CandidatesConfig,
+    y: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
+    """Into y and lse: softmax of x * inverse, or x / row_temperature, + bias over the k largest that mask and band keep."""
+    parts = triton.cdiv(x.shape[-1], config.block)
+    found = torch.empty(lse.numel(), parts, config.most, dtype=torch.int64, device=x.device)
+    launch(_plan_collect, (x, row_temperature, mask, bias), (y, found), inverse, lo, hi, k, config)
+    shift = SHIFT[x.dtype] if bias is None else 0
+    launch(_plan_choose, (found, row_temperature), (y, lse), inverse, k, shift, bias is not None, config)
