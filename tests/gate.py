@@ -65,7 +65,7 @@ MEASURED = "90"
 ELSEWHERE = re.compile(
     r"attention-(fp16-d64v64-causal|bf16-d128v128-(causal|bool)|bf16-d256v256-causal|fp32-.*)$"
     r"|softmax-(fp32-(100|32768|1000001)|bf16-(4096|50257|128256))$|logsumexp-(fp32-200000|bf16-inner)$"
-    r"|fused-(bf16-(100|50000)-everything|fp32-4096-top_k|fp16-causal)$"
+    r"|fused-(bf16-(100|50000)-everything|fp32-(4096|128256)-top_k|fp16-causal)$"
 )
 
 

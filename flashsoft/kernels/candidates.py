@@ -6,7 +6,9 @@ of it, chooses k of them exactly, and writes their softmax over the zeros. x is 
 the launches there are 8 bytes a candidate.
 
 A first bound comes from maxima of a few scores each: where k of those are at least b, so are k scores, and hardly more.
-Candidates lie in the order of their columns, so that among equals the lowest index is first.
+What is at least b is then written; a part is small enough for its second reading to be from the L1 cache. Only where
+that is more than there is room for, the part's k largest are found exactly. Candidates lie in the order of their
+columns, so that among equals the lowest index is first.
 """
 
 from __future__ import annotations
@@ -20,24 +22,45 @@ from .launch import Launch, Tensors, launch
 from .scores import fold_given, last_stride, row_inverse, score_tile
 from .softmax import exponential, finish, pivot
 from .tiles import row_offset
-from .top_k import SHIFT, first_of_equals, order_key, row_count, tile_threshold
+from .top_k import SHIFT, first_of_equals, narrow, order_key, row_count, tile_threshold, unresolved
 
 NOTHING: tl.constexpr = tl.constexpr(-1)  # no candidate: its column would be -1
 
 
 @triton.jit
-def local_candidates(key, k, SHIFT: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr):
-    """Flags (1, columns) of the k first of a part, largest first and then leftmost, and of no more than MOST >= k."""
-    SIZE: tl.constexpr = key.shape[1] // GROUPS
-    maxima = tl.max(tl.reshape(key, (SIZE, GROUPS)), 0)
-    low, _, _, _, _ = tile_threshold(maxima[None, :], k, k + k // 2, SHIFT)
-    keep = key >= low[:, None]
-    if tl.max(row_count(keep), 0) > MOST:
-        low, high, at_least, above, some = tile_threshold(key, k, k, SHIFT)
-        keep = key >= low[:, None]
-        if tl.max(at_least - some, 0) > 0:
-            keep, _ = first_of_equals(key, low, high, some - above, tl.zeros_like(some))
-    return keep
+def part_keys(
+    columns, N, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step, bias_ptr, bias_at, bias_step, scale, i, lo, hi,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Scores and keys (1, columns) of a tile."""
+    score = score_tile(
+        columns, (columns < N)[None, :], x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step,
+        bias_ptr, bias_at, bias_step, scale, i, lo, hi,
+    )  # fmt: skip
+    return score, order_key(score, SHIFT)
+
+
+@triton.jit
+def leave(
+    found, low, high, need, first, N, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step, bias_ptr, bias_at, bias_step,
+    scale, i, lo, hi,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Writes the scores of at least high and the first `need` of at least low, up to MOST; how many there are (1,)."""
+    total = tl.zeros((1,), tl.int32)
+    seen = tl.zeros((1,), tl.int32)
+    for start in range(first, first + TILE * TILES, TILE):
+        columns = start + tl.arange(0, TILE)
+        score, key = part_keys(
+            columns, N, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step, bias_ptr, bias_at, bias_step,
+            scale, i, lo, hi, SHIFT,
+        )  # fmt: skip
+        keep, seen = first_of_equals(key, low, high, need, seen)
+        place = total[:, None] + tl.cumsum(keep.to(tl.int32), 1) - 1
+        word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | columns[None, :].to(tl.int64)
+        tl.store(found + place, word, mask=keep & (place < MOST))
+        total += row_count(keep)
+    return total
 
 
 @triton.jit(do_not_specialize=["lo", "hi", "top_k"])
@@ -45,38 +68,66 @@ def collect_kernel(
     x_ptr, temperature_ptr, mask_ptr, bias_ptr, y_ptr, found_ptr,
     inverse, lo, hi, top_k, N, parts, sizes, x_strides, y_strides, temperature_strides, mask_strides, bias_strides,
     x_step, y_step, mask_step, bias_step,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """A program owns a part of a row: zeros into y, and into found (rows, parts, MOST) score and column of candidates."""
+    """A program owns a part of a row, TILES tiles: zeros into y, and its candidates into found (rows, parts, MOST)."""
     row = tl.program_id(0).to(tl.int64) // parts + tl.arange(0, 1)
-    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    inside = (columns < N)[None, :]
+    first = tl.program_id(0) % parts * (TILE * TILES)
     live = row >= 0
-    at_y = y_ptr + (row_offset(row, sizes, y_strides)[:, None] + columns[None, :].to(tl.int64) * y_step)
-    tl.store(at_y, tl.zeros((1, BLOCK), y_ptr.dtype.element_ty), mask=inside)
+    i = (row % sizes[0]).to(tl.int32)
     scale, _ = row_inverse(
         inverse, temperature_ptr, row, live, sizes, temperature_strides, WITH_BIAS=bias_ptr is not None
     )
-    score = score_tile(
-        columns, inside, x_ptr, row_offset(row, sizes, x_strides), x_step,
-        mask_ptr, row_offset(row, sizes, mask_strides), mask_step,
-        bias_ptr, row_offset(row, sizes, bias_strides), bias_step,
-        scale, (row % sizes[0]).to(tl.int32), lo, hi,
-    )  # fmt: skip
+    x_at = row_offset(row, sizes, x_strides)
+    mask_at = row_offset(row, sizes, mask_strides)
+    bias_at = row_offset(row, sizes, bias_strides)
+    y_row = y_ptr + row_offset(row, sizes, y_strides)[:, None]
+    maxima = tl.zeros((1, TILE), tl.uint32)
+    for t in tl.static_range(TILES):
+        columns = first + t * TILE + tl.arange(0, TILE)
+        key = part_keys(
+            columns, N, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step, bias_ptr, bias_at, bias_step,
+            scale, i, lo, hi, SHIFT,
+        )[1]  # fmt: skip
+        maxima = tl.maximum(maxima, key)
+    for t in tl.static_range(TILES):
+        columns = first + t * TILE + tl.arange(0, TILE)
+        at_y = y_row + columns[None, :].to(tl.int64) * y_step
+        tl.store(at_y, tl.zeros((1, TILE), y_ptr.dtype.element_ty), mask=(columns < N)[None, :])
+
     k = tl.full((1,), top_k, tl.int32)
-    keep = local_candidates(order_key(score, SHIFT), k, SHIFT, GROUPS, MOST)
-    place = tl.cumsum(keep.to(tl.int32), 1) - 1
-    word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | columns[None, :].to(tl.int64)
-    at = found_ptr + tl.program_id(0).to(tl.int64) * MOST
-    tl.store(at + place, word, mask=keep)
+    low = tile_threshold(maxima, k, k + k // 2, SHIFT)[0]
+    found = found_ptr + tl.program_id(0).to(tl.int64) * MOST
+    total = leave(
+        found, low, low, k, first, N, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step, bias_ptr, bias_at, bias_step,
+        scale, i, lo, hi, SHIFT, TILE, TILES, MOST,
+    )  # fmt: skip
+    if tl.max(total, 0) > MOST:
+        high = tl.maximum(tl.max(maxima, 1), low) + 1
+        at_least = total
+        above = tl.zeros_like(k)
+        while unresolved(low, high, at_least, k):
+            middle = low + ((high - low) >> 1)
+            counts = tl.zeros((1, TILE), tl.int32)
+            for start in range(first, first + TILE * TILES, TILE):
+                key = part_keys(
+                    start + tl.arange(0, TILE), N, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step,
+                    bias_ptr, bias_at, bias_step, scale, i, lo, hi, SHIFT,
+                )[1]  # fmt: skip
+                counts += (key >= middle[:, None]).to(tl.int32)
+            low, high, at_least, above = narrow(low, high, at_least, above, middle, tl.sum(counts, 1), k)
+        total = leave(
+            found, low, high, k - above, first, N, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step,
+            bias_ptr, bias_at, bias_step, scale, i, lo, hi, SHIFT, TILE, TILES, MOST,
+        )  # fmt: skip
     slot = tl.arange(0, MOST)
-    tl.store(at + slot, tl.full((MOST,), NOTHING, tl.int64), mask=slot >= tl.max(row_count(keep), 0))
+    tl.store(found + slot, tl.full((MOST,), NOTHING, tl.int64), mask=slot >= tl.max(total, 0))
 
 
 @triton.jit(do_not_specialize=["top_k"])
 def choose_kernel(
     found_ptr, temperature_ptr, y_ptr, lse_ptr, inverse, top_k, N, slots, sizes, y_strides, temperature_strides, y_step,
-    SHIFT: tl.constexpr, WITH_BIAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, WITH_BIAS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A program owns a row: k of its candidates, their softmax into y, and lse."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -105,9 +156,9 @@ def choose_kernel(
 
     y_row = y_ptr + row_offset(row, sizes, y_strides)[:, None]
     if tl.max((inverse_s != inverse_s).to(tl.int32), 0) > 0:
-        for start in range(0, N, BLOCK):
-            columns = start + tl.arange(0, BLOCK)[None, :]
-            nan = tl.full((1, BLOCK), float("nan"), tl.float32).to(y_ptr.dtype.element_ty)
+        for start in range(0, N, TILE):
+            columns = start + tl.arange(0, TILE)[None, :]
+            nan = tl.full((1, TILE), float("nan"), tl.float32).to(y_ptr.dtype.element_ty)
             tl.store(y_row + columns.to(tl.int64) * y_step, nan, mask=columns < N)
     else:
         y = p * inverse_s[:, None]
@@ -126,8 +177,8 @@ def _plan_collect(
     steps = (x.stride(-1), y.stride(-1), last_stride(mask), last_stride(bias))
     options = {
         "SHIFT": SHIFT[x.dtype] if bias is None else 0,
-        "BLOCK": config.block,
-        "GROUPS": config.groups,
+        "TILE": config.tile,
+        "TILES": config.tiles,
         "MOST": config.most,
         "num_warps": config.num_warps,
     }
@@ -149,7 +200,7 @@ def _plan_choose(
         "SHIFT": shift,
         "WITH_BIAS": with_bias,
         "SLOTS": slots,
-        "BLOCK": config.block,
+        "TILE": config.tile,
         "num_warps": tuning.warps_of(slots),
     }
     return Launch(choose_kernel, rows, (inverse, k, y.shape[-1], parts * most, sizes, *strides, y.stride(-1)), options)
@@ -160,8 +211,8 @@ def top_k_softmax(
     lo: int | None, hi: int | None, bias: torch.Tensor | None, k: int, config: tuning.CandidatesConfig,
     y: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Into y and lse: softmax of x * inverse, or x / row_temperature, + bias over the k largest that mask and band keep."""
-    parts = triton.cdiv(x.shape[-1], config.block)
+    """Writes y and lse of the fused softmax of a wide row's k largest; arguments as its launchers have them."""
+    parts = triton.cdiv(x.shape[-1], config.tile * config.tiles)
     found = torch.empty(lse.numel(), parts, config.most, dtype=torch.int64, device=x.device)
     launch(_plan_collect, (x, row_temperature, mask, bias), (y, found), inverse, lo, hi, k, config)
     shift = SHIFT[x.dtype] if bias is None else 0

@@ -1,10 +1,10 @@
 """Fused temperature, bias, mask, top-k and softmax of logits.
 
 A row that fits one tile is read once, stays on chip and is written once (several short rows a program); its bytes are
-those of x, y, and of mask and bias where they are full. A wider row is one program's loop over tiles: two passes
-without top-k; with it one for the maxima, one for every two bits of the threshold (a few for bfloat16, some ten for
-float32), one for s and one for y. All but the first are from L2 as far as the rows in flight fit there. Nothing of
-the size of x is stored besides y.
+those of x, y, and of mask and bias where they are full. Of a wider row the few largest are found in one read by
+candidates.py. Any other wide row is one program's loop over tiles: two passes without top-k; with it one for the
+maxima, one for every two bits of the threshold (a few for bfloat16, some ten for float32), one for s and one for y.
+All but the first are from L2 as far as the rows in flight fit there. Nothing of the size of x is stored besides y.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..tuning import logits as tuning
+from .candidates import top_k_softmax
 from .launch import Launch, Tensors, launch
 from .scores import fold_given, last_stride, row_inverse, score_tile, split_temperature
 from .softmax import exponential, finish, pivot, update
@@ -70,7 +71,7 @@ def short_forward_kernel(
     if TOP_K:
         k = row_top_k(top_k, top_k_ptr, row, live, sizes, top_k_strides, N)
         key = order_key(score, SHIFT)
-        low, high, at_least, above, k = tile_threshold(key, k, SHIFT)
+        low, high, at_least, above, k = tile_threshold(key, k, k, SHIFT)
         s = tl.sum(kept_mass(p, key, low, high, tie_weight(at_least, above, k)), 1)
         keep = key >= low[:, None]
         if tl.max((at_least > k).to(tl.int32), 0) > 0:
@@ -137,7 +138,7 @@ def wide_forward_kernel(
         m = tl.max(top, 1)
         k = row_top_k(top_k, top_k_ptr, row, live, sizes, top_k_strides, N)
         # k lanes hold a key of at least `a`, so the row does
-        a, _, _, _, _ = tile_threshold(lanes, k, SHIFT)
+        a, _, _, _, _ = tile_threshold(lanes, k, k, SHIFT)
         low = tl.zeros_like(k).to(tl.uint32) + lowest_key(SHIFT)
         high = tl.maximum(tl.max(lanes, 1), low) + 1
         at_least = tl.sum(counts, 1)
@@ -254,5 +255,9 @@ def fused_softmax_forward(
     row_temperature, inverse = split_temperature(temperature, bias is not None)
     row_k, k = (top_k, 0) if isinstance(top_k, torch.Tensor) else (None, min(top_k or 0, x.shape[-1]))
     mask = None if mask is None else mask.view(torch.uint8)
-    launch(_plan, (x, row_temperature, mask, bias, row_k), (y, lse), inverse, lo, hi, k)
+    config = tuning.candidates(x.shape[-1], k)
+    if config is not None:
+        top_k_softmax(x, row_temperature, inverse, mask, lo, hi, bias, k, config, y, lse)
+    else:
+        launch(_plan, (x, row_temperature, mask, bias, row_k), (y, lse), inverse, lo, hi, k)
     return y, lse

@@ -52,23 +52,24 @@ def narrow(low, high, at_least, above, guess, count, k):
 
 
 @triton.jit
-def unresolved(low, high, at_least, k):
+def unresolved(low, high, at_least, enough):
     """Whether any row's bounds need narrowing still."""
-    return tl.max(((at_least > k) & (high - low > 1)).to(tl.int32), 0) > 0
+    return tl.max(((at_least > enough) & (high - low > 1)).to(tl.int32), 0) > 0
 
 
 @triton.jit
-def tile_threshold(key, k, SHIFT: tl.constexpr):
+def tile_threshold(key, k, enough, SHIFT: tl.constexpr):
     """low, high, at_least = count(key >= low), above = count(key >= high) for each row's k largest; and k.
 
-    The k returned is no more than the keys with mass. For a k below 1, low = high, which keeps nothing.
+    Ends with at_least from k to `enough`, if equals allow. The k returned is no more than the keys with mass. For a k
+    below 1, low = high, which keeps nothing.
     """
     low = tl.zeros_like(k).to(tl.uint32) + lowest_key(SHIFT)
     high = tl.maximum(tl.max(key, 1), low) + 1
     at_least = row_count(key >= low[:, None])
     above = tl.zeros_like(at_least)
     k = tl.minimum(k, at_least)
-    while unresolved(low, high, at_least, k):
+    while unresolved(low, high, at_least, enough):
         middle = low + ((high - low) >> 1)
         count = row_count(key >= middle[:, None])
         low, high, at_least, above = narrow(low, high, at_least, above, middle, count, k)
