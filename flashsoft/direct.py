@@ -1,12 +1,13 @@
 """Calls that go past torch's dispatcher, and past all that an earlier call of their kind has settled.
 
-A call's checks, the choice of its backend and the plan of its launch follow from the layouts of its tensors and from
-its options. So if all that a call came to was one launch, of its own tensors for the very tensors it returned, the
-next of its kind (`again`) only allocates those and launches. `kernels.launch` tells of launches.
+A call's checks, the choice of its backend and the plans of its launches follow from the layouts of its tensors and from
+its options. So if all that a call came to was launches, of its own tensors and of what earlier ones gave, for the very
+tensors it returned, the next of its kind (`again`) only allocates and launches. `kernels.launch` tells of launches.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,21 +24,27 @@ _VALUES = frozenset((bool, int, float, str, torch.dtype, type(None)))
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _tracing, _transforming = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 # looked up once: a method found on a tensor costs more than what these do
+_C, _empty_like = torch._C, torch.empty_like
 _is_neg, _get_device, _data_ptr, _stride = Tensor.is_neg, Tensor.get_device, Tensor.data_ptr, Tensor.stride
 
 
 class Launched(NamedTuple):
-    """A launch, and how to make it anew: for other inputs at these addresses, giving new outputs.
+    """A launch, and how to repeat it.
 
-    `anew` gives None if it cannot: the current device is another, or somebody watches launches.
+    device: the current one.
+    watched: whether somebody watches launches, who would not see one that is repeated.
+    repeat: launches for inputs and outputs at these addresses; for the caller's list, which it may change.
     """
 
     inputs: Sequence[Tensor | None]
     outputs: Sequence[Tensor | None]
-    anew: Callable[[tuple[Tensor, ...], list[int]], list[Tensor] | None]
+    device: int
+    watched: Callable[[], bool]
+    repeat: Callable[[list[int | None]], None]
 
 
-_known: dict[tuple[Any, ...], Callable[..., list[Tensor] | None]] = {}
+Recipe = Callable[[tuple[Tensor, ...], list[int | None]], list[Tensor] | None]
+_known: dict[tuple[Any, ...], Recipe] = {}
 
 
 class _Call(threading.local):
@@ -79,7 +86,7 @@ def again(ordinary: Callable[..., Any], tensors: tuple[Tensor, ...], *options: A
     """ordinary(*tensors, *options), which follows from what is in the tensors, their layouts, and the options only."""
     if is_dynamo_compiling() or _transforming() or not _unwatched():
         return ordinary(*tensors, *options)
-    pointers: list[int] = []
+    pointers: list[int | None] = []
     problem: list[Any] = [ordinary, options, *map(type, options)]  # 1, 1.0 and True are equal
     try:
         for tensor in tensors:
@@ -107,7 +114,7 @@ def again(ordinary: Callable[..., Any], tensors: tuple[Tensor, ...], *options: A
         if len(_known) >= LIMIT:
             _known.clear()
         results = result if isinstance(result, tuple) else (result,)
-        _known[key] = made[0].anew if len(made) == 1 and _all_of_it(made[0], tensors, results) else _unknown
+        _known[key] = _recipe(made, tensors, results) or _unknown
     return result
 
 
@@ -116,12 +123,68 @@ def forget() -> None:
     _known.clear()
 
 
-def _all_of_it(launched: Launched, tensors: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> bool:
-    """Whether a call did nothing but this launch, on its tensors (and on absent ones after them) for its results."""
-    absent = (None,) * (len(launched.inputs) - len(tensors))
-    expected, got = (*tensors, *absent, *results), (*launched.inputs, *launched.outputs)
-    return len(expected) == len(got) and all(a is b for a, b in zip(expected, got, strict=True))
+def _recipe(launches: list[Launched], tensors: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Recipe | None:
+    """What to do for other tensors in place of a call that came to these launches; None if it came to more.
+
+    Each launch writes all of its outputs, or those that one before it did not.
+    """
+    absent = any(tensor is None for launched in launches for tensor in (*launched.inputs, *launched.outputs))
+    places: list[Tensor | None] = [*tensors, *([None] if absent else [])]
+    given = len(places)
+    repeats = []
+    for launched in launches:
+        slots: list[int] = []
+        for tensor in launched.inputs:
+            found = [i for i, place in enumerate(places) if place is tensor]
+            if not found:
+                return None
+            # a tensor that is given twice stands for each place in its turn
+            slots.append(next((i for i in found if i not in slots), found[0]))
+        for tensor in launched.outputs:
+            if tensor is not None and not any(place is tensor for place in places):
+                places.append(tensor)
+            slots.append(next(i for i, place in enumerate(places) if place is tensor))
+            if tensor is not None and slots[-1] < given:
+                return None
+        repeats.append((launched.repeat, slots))
+    made = [place for place in places[given:] if place is not None]
+    if not all(any(result is place for place in made) for result in results):
+        return None
+    returned = [next(i for i, place in enumerate(made) if place is result) for result in results]
+    like, *layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in (tensors[0], *made)]
+    makers = [
+        None
+        if layout == like
+        else functools.partial(torch.empty_strided, *layout[:2], dtype=layout[2], device=layout[3])
+        for layout in layouts
+    ]
+    device, watched, (repeat, slots) = launches[0].device, launches[0].watched, repeats[0]
+    alone = makers == [None]
+    as_made = returned == list(range(len(made)))
+    in_order = len(repeats) == 1 and slots == list(range(len(places)))
+    if len({id(tensor) for tensor in tensors}) < len(tensors) and not in_order:
+        return None  # which of two places one tensor was meant in cannot be told
+
+    def anew(tensors: tuple[Tensor, ...], pointers: list[int | None]) -> list[Tensor] | None:
+        if device != _C._cuda_getDevice() or watched():
+            return None
+        if absent:
+            pointers.append(None)
+        if alone:  # as in most calls
+            new = [_empty_like(tensors[0])]
+            pointers.append(_data_ptr(new[0]))
+        else:
+            new = [_empty_like(tensors[0]) if maker is None else maker() for maker in makers]
+            pointers += map(_data_ptr, new)
+        if in_order:
+            repeat(pointers)
+        else:
+            for again, slots in repeats:
+                again([pointers[slot] for slot in slots])
+        return new if as_made else [new[i] for i in returned]
+
+    return anew
 
 
-def _unknown(tensors: tuple[Tensor, ...], pointers: list[int]) -> None:
+def _unknown(tensors: tuple[Tensor, ...], pointers: list[int | None]) -> None:
     """For a call that is always to take the ordinary way."""

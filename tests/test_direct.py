@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import conftest
+import numpy as np
 import pytest
 import torch
 from dry import DRY
@@ -138,30 +140,39 @@ def test_the_profiler_names_the_operator() -> None:
 
 
 class Calls:
-    """An ordinary call that is one launch, y = x + 1 on a GPU that is not here."""
+    """An ordinary call that is one launch, y = x + 1 on a GPU that is not here, for x in float32."""
 
     def __init__(self) -> None:
         self.ordinary, self.anew, self.away = 0, 0, False
 
-    def __call__(self, x: Tensor, *options: Any) -> Tensor:
+    def __call__(self, x: Tensor, *options: Any, into: Tensor | None = None) -> Tensor:
+        """`into`: the launch takes y too, and writes it."""
         self.ordinary += 1
-        y = x + 1
+        y = x + 1 if into is None else into.add_(x + 1)
 
-        def anew(tensors: tuple[Tensor, ...], pointers: list[int]) -> list[Tensor] | None:
-            if self.away:
-                return None
+        def at(pointer: int | None) -> Any:
+            assert pointer is not None
+            return np.ctypeslib.as_array((ctypes.c_float * x.numel()).from_address(pointer))
+
+        def repeat(pointers: list[int | None]) -> None:
             self.anew += 1
-            assert pointers == [t.data_ptr() for t in tensors]
-            return [tensors[0] + 1]
+            source, absent, target = pointers
+            assert absent is None
+            if into is None:
+                at(target)[:] = at(source) + 1
+            else:
+                at(target)[:] += at(source) + 1
 
         if direct.under_way.launches is not None:
-            direct.under_way.launches.append(direct.Launched((x, None), (y,), anew))
+            launched = direct.Launched((x, None), (y,), 0, lambda: self.away, repeat)
+            direct.under_way.launches.append(launched)
         return y
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(direct, "_get_device", lambda x: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(direct, "_known", {})
     return Calls()
 
@@ -222,17 +233,48 @@ def test_whoever_watches_sees_the_ordinary_way(calls: Calls, context: Callable[[
     assert (calls.ordinary, calls.anew) == (3, 0)
 
 
-def test_a_call_of_more_than_one_launch_takes_the_ordinary_way(calls: Calls) -> None:
-    def twice(x: Tensor) -> Tensor:
-        return calls(calls(x))
+def test_a_call_of_several_launches_is_repeated(calls: Calls) -> None:
+    """Results of launches go into others, which may write where an earlier one wrote."""
 
+    def several(x: Tensor, same: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        between = calls(x)
+        first = calls(between)
+        calls(same, into=first)
+        return calls(other), first
+
+    for turn in range(3):
+        x, same, other = (torch.randn(3, 5) for _ in range(3))
+        second, first = direct.again(several, (x, x if turn == 2 else same, other))
+        torch.testing.assert_close(first, x + 2 + (x if turn == 2 else same) + 1)
+        torch.testing.assert_close(second, other + 1)
+        assert (calls.ordinary, calls.anew) == (4, 4 * turn)
+
+
+def test_from_one_tensor_in_two_places_only_a_plain_order_is_learned(calls: Calls) -> None:
+    def turned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return calls(y), calls(x)
+
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    for given in ((x, x), (x, y)):
+        first, second = direct.again(turned, given)
+        assert torch.equal(first, given[1] + 1) and torch.equal(second, given[0] + 1)
+    assert (calls.ordinary, calls.anew) == (4, 0)
+
+
+def test_a_call_of_more_than_launches_takes_the_ordinary_way(calls: Calls) -> None:
     def of_a_view(x: Tensor) -> Tensor:
         return calls(x[:])
+
+    def of_something_made(x: Tensor) -> Tensor:
+        return calls(x * 2)
 
     def a_view(x: Tensor) -> Tensor:
         return calls(x)[:]
 
-    for call, launches in ((twice, 2), (of_a_view, 1), (a_view, 1)):
+    def in_place(x: Tensor) -> Tensor:
+        return calls(calls(x), into=x)
+
+    for call, launches in ((of_a_view, 1), (of_something_made, 1), (a_view, 1), (in_place, 2)):
         calls.ordinary = 0
         for _ in range(3):
             direct.again(call, (torch.zeros(3, 5),))
@@ -317,11 +359,13 @@ def test_calls_made_again_launch_what_the_ordinary_way_does() -> None:
 def test_calls_made_again_give_the_same_results() -> None:
     x = torch.randn(64, 1000, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.float16).transpose(1, 2)
+    wide = torch.randn(3, 50000, device="cuda")
     for call in (
         lambda: flashsoft.softmax(x),
         lambda: flashsoft.softmax(x.t()),
         lambda: flashsoft.log_softmax(x, dtype=torch.float32),
         lambda: flashsoft.logsumexp(x),
+        lambda: flashsoft.fused_softmax(wide, 0.7, flashsoft.Causal(align=20000), top_k=5, return_lse=True),
         lambda: flashsoft.attention(q, q, q, return_lse=True),
         lambda: flashsoft.attention(q, q, q, mask=flashsoft.Causal(), scale=2.0),
     ):

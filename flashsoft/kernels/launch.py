@@ -62,7 +62,6 @@ _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 _enter, _leave = type(_runtime).launch_enter_hook, type(_runtime).launch_exit_hook  # unless set
 _set, _set_to_compile = vars(_runtime), vars(_compilation)  # knobs that have been set
 _C = torch._C
-_empty_like, _data_ptr = torch.empty_like, Tensor.data_ptr
 _ready: dict[tuple[Any, ...], _Ready] = {}
 
 
@@ -97,7 +96,7 @@ def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *opti
     key = tuple(problem)
     ready = _ready.get(key)
     stream = _C._cuda_getCurrentRawStream(device)
-    if ready is None or (_may_be_watched() and _watched()):
+    if ready is None or _watched():
         made = plan(inputs, outputs, *options)
         compiled = _start(made, inputs, outputs, stream)
         if not _watched():
@@ -106,7 +105,7 @@ def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *opti
         _run(ready, stream, pointers)
     launches = direct.under_way.launches
     if launches is not None and key in _ready:
-        launches.append(direct.Launched(inputs, outputs, _anew(_ready[key], device, inputs, outputs)))
+        launches.append(_launched(_ready[key], device, inputs, outputs))
 
 
 def forget() -> None:
@@ -125,34 +124,17 @@ def _run(ready: _Ready, stream: int, pointers: list[int | None]) -> None:
         run(programs, 1, 1, stream, *known, *pointers, *args)
 
 
-def _anew(ready: _Ready, device: int, inputs: Tensors, outputs: Tensors) -> Callable[..., list[Tensor] | None]:
-    """`direct.Launched.anew`. What torch allocates begins on 16 bytes."""
-    absent = (None,) * sum(tensor is None for tensor in inputs)
-    like, *layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in (inputs[0], *outputs) if t is not None]
-    alike = layouts[0] == like
-    others = layouts[alike:]
+def _launched(ready: _Ready, device: int, inputs: Tensors, outputs: Tensors) -> direct.Launched:
+    """A launch as it is told of. What torch allocates begins on 16 bytes, as these outputs do."""
+
+    def repeat(pointers: list[Any]) -> None:
+        _run(ready, _C._cuda_getCurrentRawStream(device), pointers)
+
+    def repeat_plain(pointers: list[Any]) -> None:
+        run(programs, 1, 1, _C._cuda_getCurrentRawStream(device), *known, *pointers, *args)
+
     _, run, known, packed, programs, args, scratch = ready
-    plain = not packed and scratch is None
-
-    def anew(tensors: tuple[Tensor, ...], pointers: list[Any]) -> list[Tensor] | None:
-        if device != _C._cuda_getDevice() or (_may_be_watched() and _watched()):
-            return None
-        pointers += absent
-        made = []
-        if alike:
-            made.append(_empty_like(tensors[0]))
-            pointers.append(_data_ptr(made[0]))
-        for size, stride, dtype, place in others:
-            made.append(torch.empty_strided(size, stride, dtype=dtype, device=place))
-            pointers.append(_data_ptr(made[-1]))
-        stream = _C._cuda_getCurrentRawStream(device)
-        if plain:  # `_run`, a call less
-            run(programs, 1, 1, stream, *known, *pointers, *args)
-        else:
-            _run(ready, stream, pointers)
-        return made
-
-    return anew
+    return direct.Launched(inputs, outputs, device, _watched, repeat if packed or scratch is not None else repeat_plain)
 
 
 def _start(made: Launch, inputs: Tensors, outputs: Tensors, stream: int) -> Any:
@@ -161,13 +143,10 @@ def _start(made: Launch, inputs: Tensors, outputs: Tensors, stream: int) -> Any:
     return made.kernel[(made.programs,)](*inputs, *outputs, *scratch, *made.args, **made.options)
 
 
-def _may_be_watched() -> bool:
-    """False where `_watched` need not be asked."""
-    return bool(_set or _set_to_compile or _enter.calls or _leave.calls)
-
-
 def _watched() -> bool:
     """Whether somebody has asked Triton to tell of launches, or to build kernels differently."""
+    if not (_set or _set_to_compile or _enter.calls or _leave.calls):
+        return False
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook  # chains, or what was put in their place
     return bool(
         getattr(enter, "calls", enter)
