@@ -49,6 +49,8 @@ def test_kernels_fit_and_do_not_spill(arch: str) -> None:
         ]
     matrix = {"80": ("HMMA",), "90": ("HGMMA",), "100": ("UTCHMMA", "HMMA"), "gfx942": ("MFMA",)}[arch]
     for kernel in built:
+        if kernel.case.startswith("attention-fp32") and arch.isdigit() and kernel.opcodes:
+            complaints.append(f"{kernel.case}: {kernel.name} has float32 products in less: {kernel.opcodes}")
         half = kernel.case.startswith(("attention-fp16", "attention-bf16"))
         if half and "prepare" not in kernel.name and not any(kernel.opcodes.get(name) for name in matrix):
             complaints.append(f"{kernel.case}: {kernel.name} has no {matrix[0]}: {kernel.opcodes}")
