@@ -1,4 +1,4 @@
-"""From logits to probabilities in one kernel: temperature, bias, mask, top-k, softmax."""
+"""From logits to probabilities at once: temperature, bias, mask, top-k, softmax."""
 
 import torch
 

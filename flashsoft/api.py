@@ -127,7 +127,7 @@ def fused_softmax(
     *,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(x / temperature + bias) over what mask and top-k keep, in one kernel.
+    """softmax(x / temperature + bias) over what mask and top-k keep, fused.
 
     The order is temperature, bias, mask, top-k, softmax. What is not kept is exactly 0 and takes no gradient, and
     NaN or inf there does not leak. A row of which nothing is kept is 0, its lse -inf, its gradient 0; this holds

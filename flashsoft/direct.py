@@ -179,8 +179,8 @@ def _recipe(launches: list[Launched], tensors: tuple[Tensor, ...], results: tupl
         if in_order:
             repeat(pointers)
         else:
-            for again, slots in repeats:
-                again([pointers[slot] for slot in slots])
+            for one, places_of_one in repeats:
+                one([pointers[place] for place in places_of_one])
         return new if as_made else [new[i] for i in returned]
 
     return anew

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from dry import DRY
 from test_dispatch import run_python
 
 import flashsoft
+from flashsoft import direct
 
 if not conftest.HAS_TRITON:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -195,6 +198,27 @@ def test_problems_remembered_are_bounded_and_can_be_forgotten(
     launching.forget()
     launch(machine.plan, (Placed(8),), (Placed(8),))
     assert len(machine.slow) == 9
+
+
+def test_who_was_told_of_a_launch_holds_its_kernel(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels: list[Any] = []
+    make = machine.compiled
+
+    def compiled(backend: str) -> Any:
+        kernel = make(backend)
+        kernels.append(weakref.ref(kernel))
+        return kernel
+
+    monkeypatch.setattr(machine, "compiled", compiled)
+    told: list[direct.Launched] = []
+    monkeypatch.setattr(direct.under_way, "launches", told)
+    launch(machine.plan, (Placed(128),), (Placed(128),))
+    launching._ready.clear()
+    gc.collect()
+    assert len(told) == 1 and kernels[-1]() is not None
+    told.clear()
+    gc.collect()
+    assert kernels[-1]() is None
 
 
 def test_scratch_is_asked_for_at_each_launch(machine: Machine) -> None:

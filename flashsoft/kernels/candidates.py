@@ -1,12 +1,12 @@
 """Top-k of wide rows in one read of x, for k up to a few hundred.
 
 The k largest of a row are among the k largest of its parts. So one launch takes each part, fills its place in y with
-zeros and leaves its candidates: its own k largest, or some more. A second takes the candidates of a row, a thousandth
-of it, chooses k of them exactly, and writes their softmax over the zeros. x is read once and y written once; between
-the launches there are 8 bytes a candidate.
+zeros and leaves its candidates: its own k largest, or some more. A second takes the candidates of a row, chooses k of
+them exactly, and writes their softmax over the zeros. x is read from memory once and y written once; between the
+launches there is room for `most` candidates a part, of 8 bytes.
 
 A first bound comes from maxima of a few scores each: where k of those are at least b, so are k scores, and hardly more.
-What is at least b is then written; a part is small enough for its second reading to be from the L1 cache. Only where
+What is at least b is then written; a part is read for that once more, and small enough for the L1 cache. Only where
 that is more than there is room for, the part's k largest are found exactly. Candidates lie in the order of their
 columns, so that among equals the lowest index is first.
 """
@@ -19,10 +19,10 @@ import triton.language as tl
 
 from ..tuning import logits as tuning
 from .launch import Launch, Tensors, launch
-from .scores import fold_given, last_stride, row_inverse, score_tile
+from .scores import fold_given, last_stride, row_inverse, score_tile, store_lse
 from .softmax import exponential, finish, pivot
 from .tiles import row_offset
-from .top_k import SHIFT, first_of_equals, narrow, order_key, row_count, tile_threshold, unresolved
+from .top_k import first_of_equals, key_shift, narrow, order_key, row_count, tile_threshold, unresolved
 
 NOTHING: tl.constexpr = tl.constexpr(-1)  # no candidate: its column would be -1
 
@@ -150,9 +150,8 @@ def choose_kernel(
     p = tl.where(keep, exponential(score, pivot(m)[:, None], scale[:, None]), 0.0)
     s = tl.sum(p, 1)
     inverse_s, lse = finish(m, s, scale)
-    poisoned = poisoned & (s != 0.0)
+    poisoned = store_lse(lse_ptr, row, live, lse, poisoned, s)
     inverse_s = tl.where(poisoned, float("nan"), inverse_s)
-    tl.store(lse_ptr + row, tl.where(poisoned, float("nan"), lse))
 
     y_row = y_ptr + row_offset(row, sizes, y_strides)[:, None]
     if tl.max((inverse_s != inverse_s).to(tl.int32), 0) > 0:
@@ -176,7 +175,7 @@ def _plan_collect(
     sizes, strides = fold_given(x, y, row_temperature, mask, bias, separate_last=lo is not None or hi is not None)
     steps = (x.stride(-1), y.stride(-1), last_stride(mask), last_stride(bias))
     options = {
-        "SHIFT": SHIFT[x.dtype] if bias is None else 0,
+        "SHIFT": key_shift(x, bias),
         "TILE": config.tile,
         "TILES": config.tiles,
         "MOST": config.most,
@@ -215,5 +214,5 @@ def top_k_softmax(
     parts = triton.cdiv(x.shape[-1], config.tile * config.tiles)
     found = torch.empty(lse.numel(), parts, config.most, dtype=torch.int64, device=x.device)
     launch(_plan_collect, (x, row_temperature, mask, bias), (y, found), inverse, lo, hi, k, config)
-    shift = SHIFT[x.dtype] if bias is None else 0
-    launch(_plan_choose, (found, row_temperature), (y, lse), inverse, k, shift, bias is not None, config)
+    shift, with_bias = key_shift(x, bias), bias is not None
+    launch(_plan_choose, (found, row_temperature), (y, lse), inverse, k, shift, with_bias, config)

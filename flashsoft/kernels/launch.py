@@ -45,24 +45,12 @@ class _Launcher(NamedTuple):
     packed: bool
 
 
-class _Ready(NamedTuple):
-    """A compiled kernel, its launcher, and the parameters after the tensors."""
-
-    kernel: Any  # held: a compiled kernel that nobody holds is unloaded
-    run: Callable[..., Any]
-    known: tuple[Any, ...]
-    packed: bool
-    programs: int
-    args: tuple[Any, ...]
-    scratch: Callable[[int], Tensor] | None
-
-
 Tensors = Sequence[Tensor | None]
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 _enter, _leave = type(_runtime).launch_enter_hook, type(_runtime).launch_exit_hook  # unless set
 _set, _set_to_compile = vars(_runtime), vars(_compilation)  # knobs that have been set
 _C = torch._C
-_ready: dict[tuple[Any, ...], _Ready] = {}
+_ready: dict[tuple[Any, ...], Callable[[list[Any]], None]] = {}  # what `_starter` gave
 
 
 def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *options: Any) -> None:
@@ -95,46 +83,22 @@ def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *opti
         problem.append(None if pointer is None else pointer & 15)
     key = tuple(problem)
     ready = _ready.get(key)
-    stream = _C._cuda_getCurrentRawStream(device)
     if ready is None or _watched():
         made = plan(inputs, outputs, *options)
-        compiled = _start(made, inputs, outputs, stream)
+        compiled = _start(made, inputs, outputs, _C._cuda_getCurrentRawStream(device))
         if not _watched():
-            _remember(key, made, len(pointers) + (made.scratch is not None), compiled)
+            _remember(key, device, made, len(pointers) + (made.scratch is not None), compiled)
     else:
-        _run(ready, stream, pointers)
+        ready(pointers)
     launches = direct.under_way.launches
     if launches is not None and key in _ready:
-        launches.append(_launched(_ready[key], device, inputs, outputs))
+        launches.append(direct.Launched(inputs, outputs, device, _watched, _ready[key]))
 
 
 def forget() -> None:
     """Has every plan made anew; for whoever changes a table of tiles that plans were made from."""
     _ready.clear()
     direct.forget()
-
-
-def _run(ready: _Ready, stream: int, pointers: list[int | None]) -> None:
-    _, run, known, packed, programs, args, scratch = ready
-    if scratch is not None:
-        pointers.append(scratch(stream).data_ptr())
-    if packed:
-        run(programs, 1, 1, stream, *known, (*pointers, *args))
-    else:
-        run(programs, 1, 1, stream, *known, *pointers, *args)
-
-
-def _launched(ready: _Ready, device: int, inputs: Tensors, outputs: Tensors) -> direct.Launched:
-    """A launch as it is told of. What torch allocates begins on 16 bytes, as these outputs do."""
-
-    def repeat(pointers: list[Any]) -> None:
-        _run(ready, _C._cuda_getCurrentRawStream(device), pointers)
-
-    def repeat_plain(pointers: list[Any]) -> None:
-        run(programs, 1, 1, _C._cuda_getCurrentRawStream(device), *known, *pointers, *args)
-
-    _, run, known, packed, programs, args, scratch = ready
-    return direct.Launched(inputs, outputs, device, _watched, repeat if packed or scratch is not None else repeat_plain)
 
 
 def _start(made: Launch, inputs: Tensors, outputs: Tensors, stream: int) -> Any:
@@ -157,7 +121,7 @@ def _watched() -> bool:
     )
 
 
-def _remember(key: tuple[Any, ...], made: Launch, tensors: int, compiled: Any) -> None:
+def _remember(key: tuple[Any, ...], device: int, made: Launch, tensors: int, compiled: Any) -> None:
     """Keeps what a launch made ready. Not the interpreter's, nor ROCm's, which compiles by sizes of storages too."""
     if not isinstance(compiled, triton.compiler.CompiledKernel) or compiled.metadata.target.backend != "cuda":
         return
@@ -167,7 +131,25 @@ def _remember(key: tuple[Any, ...], made: Launch, tensors: int, compiled: Any) -
     ]
     if len(_ready) >= LIMIT:
         _ready.clear()
-    _ready[key] = _Ready(compiled, *_launcher(compiled), made.programs, (*made.args, *constants), made.scratch)
+    _ready[key] = _starter(compiled, device, made, constants)
+
+
+def _starter(compiled: Any, device: int, made: Launch, constants: list[Any]) -> Callable[[list[Any]], None]:
+    """Starts a launch for tensors at the addresses in the caller's list, which it may change."""
+    run, known, packed = _launcher(compiled)
+    programs, scratch, args = made.programs, made.scratch, (*made.args, *constants)
+
+    # held: a compiled kernel that nobody holds is unloaded
+    def start(pointers: list[Any], held: Any = compiled) -> None:
+        stream = _C._cuda_getCurrentRawStream(device)
+        if scratch is not None:
+            pointers.append(scratch(stream).data_ptr())
+        if packed:
+            run(programs, 1, 1, stream, *known, (*pointers, *args))
+        else:
+            run(programs, 1, 1, stream, *known, *pointers, *args)
+
+    return start
 
 
 def _launcher(compiled: Any) -> _Launcher:

@@ -16,13 +16,13 @@ import triton.language as tl
 from ..tuning import logits as tuning
 from .candidates import top_k_softmax
 from .launch import Launch, Tensors, launch
-from .scores import fold_given, last_stride, row_inverse, score_tile, split_temperature
+from .scores import fold_given, last_stride, row_inverse, score_tile, split_temperature, store_lse
 from .softmax import exponential, finish, pivot, update
 from .tiles import row_offset
 from .top_k import (
-    SHIFT,
     first_of_equals,
     kept_mass,
+    key_shift,
     lowest_key,
     narrow,
     order_key,
@@ -31,14 +31,6 @@ from .top_k import (
     tile_threshold,
     unresolved,
 )
-
-
-@triton.jit
-def store_lse(lse_ptr, row, live, lse, poisoned, s):
-    """Writes lse, NaN for a row with mass and without a temperature; returns which rows those are."""
-    poisoned = poisoned & (s != 0.0)
-    tl.store(lse_ptr + row, tl.where(poisoned, float("nan"), lse), mask=live)
-    return poisoned
 
 
 @triton.jit(do_not_specialize=["lo", "hi", "top_k", "rows"])
@@ -228,7 +220,7 @@ def _plan(inputs: Tensors, outputs: Tensors, inverse: float, lo: int | None, hi:
     config = tuning.forward(N, with_top_k)
     options = {
         "TOP_K": with_top_k,
-        "SHIFT": SHIFT[x.dtype] if bias is None else 0,
+        "SHIFT": key_shift(x, bias),
         "BLOCK": config.block,
         "num_warps": config.num_warps,
     }

@@ -12,7 +12,8 @@ sums. An element of a forward costs 16 to 24 instructions; at the rate of a copy
 they count (in the machine code for sm_90; more where rows begin anywhere). Where rows are large, what waits for a
 row's state is the tile as it was read, not its exponentials, which are computed twice.
 
-Measured on an H200 in the forward, M * N = 2^28, N = 1,024 to 262,144, bf16 and float32 (speed against what is here):
+Measured on an H200 in the forward, M * N = 2^28, N = 1,024 to 262,144, bf16 and float32, against loads without a hint
+and with the tiles of that day (262,144 has others since):
 
 - Loads with evict_last: 2 to 5 % faster. But until as much has streamed by, the L2 cache is left full of x: a copy of
   16 MB takes 10.2 us in place of 8.6. So only tensors that no cache would hold anyway are read so (BEYOND_L2).
@@ -77,16 +78,34 @@ def result(x, at, inverse, log_s, LOG: tl.constexpr):
 
 
 @triton.jit
-def state_of(tiles, m, nothing, PACKED: tl.constexpr):
-    """The state of all tiles, their maximum beside m (rows,), which may be one of other elements."""
-    top = tiles[0].to(tl.float32)
-    for t in tl.static_range(1, len(tiles)):
-        top = tl.maximum(top, tiles[t].to(tl.float32))
-    m = tl.maximum(m, tl.max(top, 1))
-    p = exponential(again(tiles[0], nothing, PACKED), pivot(m)[:, None], 1.0)
-    for t in tl.static_range(1, len(tiles)):
-        p += exponential(again(tiles[t], nothing, PACKED), pivot(m)[:, None], 1.0)
-    return m, tl.sum(p, 1)
+def state_of_part(
+    x, row_in, x_stride, end, end_tile, nothing,
+    EVICTION: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, STEP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """The state (m, s) of a program's part of its rows and of `end_tile`, unless it is None; the tiles too if WHOLE."""
+    tiles = ()
+    m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
+    s = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if end_tile is not None:
+        m = tl.maximum(m, tl.max(end_tile, 0))
+    if WHOLE:
+        tiles = load_all(x, row_in, x_stride, end, EMPTY, EVICTION, TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+        top = tiles[0].to(tl.float32)
+        for t in tl.static_range(1, TILES):
+            top = tl.maximum(top, tiles[t].to(tl.float32))
+        m = tl.maximum(m, tl.max(top, 1))
+        p = exponential(again(tiles[0], nothing, PACKED), pivot(m)[:, None], 1.0)
+        for t in tl.static_range(1, TILES):
+            p += exponential(again(tiles[t], nothing, PACKED), pivot(m)[:, None], 1.0)
+        s = tl.sum(p, 1)
+    if end_tile is not None:
+        s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
+    if not WHOLE:
+        for start in range(0, end, BLOCK_COLS):
+            tile = load(x, row_in, start, x_stride, end, EMPTY, EVICTION, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
+            m, s, _, _ = update(m, s, tile.to(tl.float32))
+    return m, s, tiles
 
 
 @triton.jit
@@ -110,7 +129,7 @@ def gradient(g, y, total, LOG: tl.constexpr):
 @triton.jit
 def softmax_forward_kernel(
     x, y, board, sizes, x_strides, y_strides, x_stride, y_stride, n_rows, n_units, part_cols, nothing, nor_this,
-    LOG: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    LOG: tl.constexpr, EVICTION: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, ALIGNED: tl.constexpr, INDEX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -122,21 +141,13 @@ def softmax_forward_kernel(
     x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGNED[0])
     y = rows_of(y, row, sizes, y_strides, y_stride, head, begin, UNIT, ALIGNED[1])
     STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
-    m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
-    s = tl.zeros((BLOCK_ROWS,), tl.float32)
+    end_tile = None
     if ALIGN > 0:
         end_columns, end_exists = ends(part, head, body, n_units, UNIT, ALIGN)
         end_tile = load_ends(x, end_columns, end_exists, EMPTY)
-        m = tl.maximum(m, tl.max(end_tile, 0))
-    if WHOLE:
-        tiles = load_all(x, row_in, x_stride, end, EMPTY, KEEP, TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-        m, s = state_of(tiles, m, nothing, PACKED)
-    if ALIGN > 0:
-        s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
-    if not WHOLE:
-        for start in range(0, end, BLOCK_COLS):
-            tile = load(x, row_in, start, x_stride, end, EMPTY, "evict_last", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-            m, s, _, _ = update(m, s, tile.to(tl.float32))
+    m, s, tiles = state_of_part(
+        x, row_in, x_stride, end, end_tile, nothing, EVICTION, WHOLE, PACKED, TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS
+    )
     if PARTS > 1:
         m, s = shared_state(board, row, part, m, s, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     at, inverse, log_s = of_state(m[:, None], s[:, None])
@@ -224,21 +235,13 @@ def logsumexp_forward_kernel(
     begin, end = part_of(part, part_cols, body, PARTS > 1, INDEX)
     x = rows_of(x, row, sizes, x_strides, x_stride, head, begin, UNIT, ALIGNED[0])
     STEP: tl.constexpr = ALIGN if ALIGN > 0 else UNIT
-    m = tl.full((BLOCK_ROWS,), EMPTY, tl.float32)
-    s = tl.zeros((BLOCK_ROWS,), tl.float32)
+    end_tile = None
     if ALIGN > 0:
         end_columns, end_exists = ends(part, head, body, n_units, UNIT, ALIGN)
         end_tile = load_ends(x, end_columns, end_exists, EMPTY)
-        m = tl.maximum(m, tl.max(end_tile, 0))
-    if WHOLE:
-        tiles = load_all(x, row_in, x_stride, end, EMPTY, "", TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-        m, s = state_of(tiles, m, nothing, PACKED)
-    if ALIGN > 0:
-        s += tl.sum(exponential(end_tile, pivot(scalar(m)), 1.0), 0)
-    if not WHOLE:
-        for start in range(0, end, BLOCK_COLS):
-            tile = load(x, row_in, start, x_stride, end, EMPTY, "", EVEN, STEP, BLOCK_ROWS, BLOCK_COLS)
-            m, s, _, _ = update(m, s, tile.to(tl.float32))
+    m, s, _ = state_of_part(
+        x, row_in, x_stride, end, end_tile, nothing, "", WHOLE, PACKED, TILES, EVEN, STEP, BLOCK_ROWS, BLOCK_COLS
+    )
     if PARTS > 1:
         m, s = shared_state(board, row, part, m, s, PARTS, BLOCK_PARTS, SENDS, RECEIVES)
     _, row_lse = finish(m, s)
@@ -291,10 +294,11 @@ def _plan_forward(inputs: Tensors, outputs: Tensors, dtype: torch.dtype, log: bo
     (x,), (y,) = inputs, outputs
     rows = layout(FORWARD, x, y)
     args = (rows.sizes, *rows.strides, x.stride(-1), y.stride(-1), *rows.lengths, 0, 0)
-    keep = "evict_last" if x.numel() * x.element_size() > BEYOND_L2 else ""
+    read_again = not rows.parts.whole
+    keep = read_again or x.numel() * x.element_size() > BEYOND_L2
     constants = {
         "LOG": log,
-        "KEEP": keep,
+        "EVICTION": "evict_last" if keep else "",
         "WHOLE": rows.parts.whole,
         "TILES": rows.config.tiles,
         "PACKED": rows.packed(x),

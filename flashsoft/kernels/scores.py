@@ -54,6 +54,14 @@ def score_tile(
     return tl.where(keep, score, float("-inf"))
 
 
+@triton.jit
+def store_lse(lse_ptr, row, live, lse, poisoned, s):
+    """Writes lse, NaN for a row with mass and without a temperature; returns which rows those are."""
+    poisoned = poisoned & (s != 0.0)
+    tl.store(lse_ptr + row, tl.where(poisoned, float("nan"), lse), mask=live)
+    return poisoned
+
+
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,12 @@ from .tiles import row_offset
 
 INT_MIN: tl.constexpr = tl.constexpr(-(2**31))
 NAN_KEY: tl.constexpr = tl.constexpr(0xFFFF0000)  # above +inf's, also after the shift
-# Low bits of a key that are alike in all scores of one sign, where these are values of x itself
 SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+def key_shift(x: torch.Tensor, bias: torch.Tensor | None) -> int:
+    """Low bits of a key that are alike in all scores of one sign: those that values of x itself do not have."""
+    return SHIFT[x.dtype] if bias is None else 0
 
 
 @triton.jit

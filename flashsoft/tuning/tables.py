@@ -5,7 +5,9 @@ for which row lengths (first to last) of which operation and element size its co
 the user's, to the folder `FLASHSOFT_TUNING`. What cannot be used of a file is told in the log, once, and left out.
 
 sm_90.json was measured at N = 128, 512, 1,024, 4,096 and several longer rows; its entries up to 256 and 2,048 follow
-their neighbours. The kernels have changed since, and it has not been measured again.
+their neighbours. The entries of three tiles (at 768, 2,560, 3,072, 5,120, 6,144, 9,216 to 12,288) and those from
+163,841 (at 200,000 and 262,144) were chosen with the kernels as they are, the others with earlier ones; what they all
+give now is in benchmarks/results/softmax.csv.
 """
 
 from __future__ import annotations
