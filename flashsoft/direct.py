@@ -144,8 +144,6 @@ def _recipe(launches: list[Launched], tensors: tuple[Tensor, ...], results: tupl
             if tensor is not None and not any(place is tensor for place in places):
                 places.append(tensor)
             slots.append(next(i for i, place in enumerate(places) if place is tensor))
-            if tensor is not None and slots[-1] < given:
-                return None
         repeats.append((launched.repeat, slots))
     made = [place for place in places[given:] if place is not None]
     if not all(any(result is place for place in made) for result in results):

@@ -450,6 +450,7 @@ def test_few_of_wide_rows(backend: str, device: torch.device, dtype: torch.dtype
     """Each part has fewer than k, k, or many more candidates; the last part has few columns."""
     x = adversarial(16500).to(dtype)
     x[5, -1] = x[5].max()
+    x[0, 7892:8182] = torch.arange(2, 292)  # the largest of a part stand behind more equals than it may leave
     for k in (1, 60, 300):
         y = flashsoft.fused_softmax(x.to(device), top_k=k, backend=backend)
         want, _ = oracle.fused_softmax(x.double(), top_k=k)
