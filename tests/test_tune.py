@@ -85,7 +85,9 @@ def test_candidates_are_legal_varied_and_few(op: str, itemsize: int) -> None:
         4096,
         5000,
         8192,
+        9216,
         16384,
+        20000,
         32000,
         50257,
         65537,
@@ -98,7 +100,8 @@ def test_candidates_are_legal_varied_and_few(op: str, itemsize: int) -> None:
         assert found[0] == present and len(set(found)) == len(found)
         assert 9 <= len(found) <= 25, (n, len(found))
         assert all(rows.legal(config, op, itemsize) for config in found)
-        assert all(config.tiles == 1 for config in found[1:]) or op == FORWARD
+        if n in (5000, 9216) and itemsize == 2:  # in three tiles, which are the fastest there on an H200
+            assert present.tiles == 3 and present in search.candidates(op, n, itemsize, 32, RowConfig(1, 16384, 16))
         assert len({config.num_warps for config in found}) >= 3
         if n >= 32000:
             assert sum(rows.parts(config, n).count > 1 for config in found) >= 5

@@ -19,7 +19,7 @@ SHARED_COLS = range(2048, 16384 + 1)
 
 def candidates(op: str, n_cols: int, itemsize: int, most_parts: int, present: RowConfig) -> list[RowConfig]:
     """The present config and 8 to 24 legal others, rows whole or shared, 4 to 64 elements a thread."""
-    others = (*_whole(n_cols), *_tiled(op, n_cols), *_shared(op, n_cols, itemsize, most_parts))
+    others = (*_whole(n_cols), *_tiled(n_cols), *_shared(op, n_cols, itemsize, most_parts))
     return list(dict.fromkeys((present, *(config for config in others if legal(config, op, itemsize)))))
 
 
@@ -33,11 +33,9 @@ def _whole(n_cols: int) -> Iterator[RowConfig]:
                 yield RowConfig(block_rows, block_cols, num_warps)
 
 
-def _tiled(op: str, n_cols: int) -> Iterator[RowConfig]:
+def _tiled(n_cols: int) -> Iterator[RowConfig]:
     """Rows in three to seven tiles, which have less padding than one."""
-    if op == BACKWARD:  # two tensors fill the registers with one tile
-        return
-    for block_cols, num_warps in ((512, 2), (1024, 4), (2048, 8), (4096, 16)):
+    for block_cols, num_warps in ((256, 2), (512, 2), (1024, 4), (1024, 8), (2048, 8), (4096, 8)):
         tiles = triton.cdiv(n_cols, block_cols)
         if tiles in (3, 5, 6, 7):
             yield RowConfig(1, block_cols, num_warps, tiles)
