@@ -151,7 +151,7 @@ def _ruled(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) ->
     """What the fastest configs measured on an H200 have in common.
 
     Programs of 4 KB of short rows; longer rows whole, 16 to 32 elements a thread, while 16 warps can hold them;
-    then parts of 8,192 columns.
+    then parts of 8,192 columns. (16-bit rows far short of a power of two, in three tiles there, are not told apart.)
     """
     whole, tensors = triton.next_power_of_2(n_cols), TENSORS[op]
     if rows_inner:  # a program takes a line of 128 bytes of rows
