@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 
 import flashsoft
-from flashsoft.reference import merge_states, update
+from flashsoft.reference.softmax import merge_states, update
 from flashsoft.tuning.timing import Clock
 
 TILE = 2048  # elements that a program keeps on chip

@@ -94,14 +94,22 @@ class All(Mask):
         return tuple(part for term in self.terms for part in (term._parts() if isinstance(term, Mask) else (term,)))
 
 
-def terms(mask: Mask | torch.Tensor | None) -> tuple[Mask | torch.Tensor, ...]:
+MaskLike = Mask | torch.Tensor | None
+
+
+def banded(mask: MaskLike) -> bool:
+    """Whether a mask is nothing but numbers."""
+    return mask is None or type(mask) in (Causal, Window)
+
+
+def terms(mask: MaskLike) -> tuple[Mask | torch.Tensor, ...]:
     """The bands and tensors that a mask is the conjunction of."""
     if mask is None:
         return ()
     return mask._parts() if isinstance(mask, Mask) else (mask,)
 
 
-def resolve(mask: Mask | torch.Tensor | None, Sq: int, Sk: int) -> MaskSpec:
+def resolve(mask: MaskLike, Sq: int, Sk: int) -> MaskSpec:
     """The one form kernels take, for Sq queries and Sk keys."""
     lo: int | None = None
     hi: int | None = None
@@ -122,6 +130,13 @@ def resolve(mask: Mask | torch.Tensor | None, Sq: int, Sk: int) -> MaskSpec:
         if term_hi is not None:
             hi = term_hi if hi is None else min(hi, term_hi)
     return MaskSpec(lo, hi, keep)
+
+
+def clamp_band(lo: int | None, hi: int | None, Sq: int, Sk: int) -> tuple[int | None, int | None]:
+    """The same band with bounds that 32-bit arithmetic on positions cannot overflow: j - i lies within -Sq..Sk."""
+    if lo is not None and hi is not None and lo > hi:
+        return Sk, -Sq  # nothing is visible, and so nothing is to be loaded either
+    return None if lo is None else max(-Sq, min(lo, Sk)), None if hi is None else max(-Sq, min(hi, Sk))
 
 
 def _offset(align: Align, Sq: int, Sk: int) -> int:

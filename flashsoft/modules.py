@@ -84,7 +84,7 @@ class FusedSoftmax(nn.Module):
                 setattr(self, name, value)
         self.dim = dim
 
-    def forward(self, x: Tensor, mask: api.MaskLike = None, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: masks.MaskLike = None, bias: Tensor | None = None) -> Tensor:
         return api.fused_softmax(x, self.temperature, mask, bias, self.top_k, self.dim)
 
     def extra_repr(self) -> str:
@@ -131,7 +131,7 @@ class FusedAttention(nn.Module):
         head_dim: int | None = None,
         context_dim: int | None = None,
         bias: bool = True,
-        mask: api.MaskLike = None,
+        mask: masks.MaskLike = None,
         rotary_base: float | None = None,
         qk_norm: bool = False,
         scale: float | None = None,
@@ -189,7 +189,7 @@ class FusedAttention(nn.Module):
         x: Tensor,
         context: Tensor | None = None,
         *,
-        mask: api.MaskLike = None,
+        mask: masks.MaskLike = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attention of x to itself, to `context`, or to itself and what `cache` holds.
@@ -240,11 +240,11 @@ class FusedAttention(nn.Module):
         out = self.attend(query, key, value, self._joined(mask))
         return self.out_proj(rearrange(out, "b h s d -> b s (h d)"))  # type: ignore[no-any-return]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: api.MaskLike) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike) -> Tensor:
         """The attention between the projections, on (B, H, S, D); override it to see or to replace it."""
         return api.attention(query, key, value, mask=mask, scale=self.scale)
 
-    def _joined(self, mask: api.MaskLike) -> api.MaskLike:
+    def _joined(self, mask: masks.MaskLike) -> masks.MaskLike:
         """The module's mask and the call's."""
         parts = [part for part in (self.band, self._buffers["keep"], mask) if part is not None]
         for part in parts:
@@ -254,7 +254,7 @@ class FusedAttention(nn.Module):
         return parts[0] if parts else None
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, *, mask: api.MaskLike = None) -> FusedAttention:
+    def from_torch(cls, module: nn.MultiheadAttention, *, mask: masks.MaskLike = None) -> FusedAttention:
         """The same attention with a copy of the weights; always batch first, as `batch_first=True` there.
 
         A mask becomes `mask` here with the opposite meaning of True. The result equals

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashsoft
-from flashsoft import direct, ops
+from flashsoft import direct
+from flashsoft.ops import registry
 
 if not conftest.HAS_TRITON:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -56,7 +57,7 @@ def undispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("flashsoft.env.BACKEND", "reference")  # none of this depends on the backend
     monkeypatch.setattr(
-        ops, "_implementations", {name: noting(name, run) for name, run in ops._implementations.items()}
+        registry, "_implementations", {name: noting(name, run) for name, run in registry._implementations.items()}
     )
     return names
 
@@ -308,8 +309,8 @@ ordinary = []
 
 torch.Tensor.get_device = direct._get_device = lambda x: 0
 dispatch.target_of = lambda device: dispatch.Target("cuda", (9, 0), has_triton=True, interpreted=False)
-choose = flashsoft.ops.choose
-flashsoft.ops.choose = lambda *args: ordinary.append(args) or choose(*args)
+choose = flashsoft.dispatch.choose
+flashsoft.dispatch.choose = lambda *args: ordinary.append(args) or choose(*args)
 
 x = torch.zeros(8, 1000, dtype=torch.bfloat16)
 q, k = (torch.zeros(1, S, H, 64, dtype=torch.float16).transpose(1, 2) for S, H in ((40, 4), (56, 2)))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import flashsoft
-from flashsoft import Causal, Window, masks, reference
+from flashsoft import Causal, Window, masks
 from flashsoft.masks import MaskSpec, resolve
+from flashsoft.reference.masking import band
 
 
 def dense(spec: MaskSpec, Sq: int, Sk: int) -> torch.Tensor:
@@ -39,7 +40,7 @@ def test_every_mask_keeps_what_its_definition_says(name: str, Sq: int, Sk: int) 
 @pytest.mark.parametrize("i0, j0", [(0, 0), (4, 2), (1, 7)])
 def test_a_tile_of_the_reference_is_a_cut_of_the_band(lo: int | None, hi: int | None, i0: int, j0: int) -> None:
     whole = dense(MaskSpec(lo, hi), 12, 14)
-    tile = reference.band(5, 6, lo, hi, torch.device("cpu"), i0, j0)
+    tile = band(5, 6, lo, hi, torch.device("cpu"), i0, j0)
     assert torch.equal(tile, whole[i0 : i0 + 5, j0 : j0 + 6])
 
 

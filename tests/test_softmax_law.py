@@ -1,4 +1,4 @@
-"""The law of (m, s), at tile scale (kernels/softmax.py under small kernels) and in reference.py.
+"""The law of (m, s), at tile scale (kernels/softmax.py under small kernels) and in reference/softmax.py.
 
 States form a commutative monoid under merge, and update is the merge with a fresh tile: so however a row is
 cut, its state is that of the row taken at once.
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashsoft import reference
+from flashsoft.reference import softmax as reference
 
 INF = float("inf")
 NAN = float("nan")
@@ -100,7 +100,7 @@ class Kernels:
 
 
 class Reference:
-    """The same in plain PyTorch; scores come scaled, as attention in reference.py takes them."""
+    """The same in plain PyTorch; scores come scaled, as reference/attention.py takes them."""
 
     fold = False
 

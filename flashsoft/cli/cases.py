@@ -155,7 +155,7 @@ def ours(case: Case, tensors: Tensors, keep: Tensor | None, backend: str) -> Ten
     return api.attention(tensors["query"], tensors["key"], tensors["value"], mask=mask, backend=backend)
 
 
-def _joined(band: masks.Mask | None, keep: Tensor | None) -> api.MaskLike:
+def _joined(band: masks.Mask | None, keep: Tensor | None) -> masks.MaskLike:
     if band is None:
         return keep
     return band if keep is None else band & keep

@@ -100,7 +100,7 @@ class GPT(nn.Module):
 class TorchAttention(FusedAttention):
     """The same layer with torch's attention between the projections."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: api.MaskLike) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike) -> Tensor:
         return torch_attention(query, key, value)
 
 
@@ -228,7 +228,7 @@ def captured(model: GPT, tokens: Tensor) -> list[cases.Tensors]:
     layers = [block.get_submodule("attention") for block in model.blocks]
 
     def recording(attend: Any) -> Any:
-        def record(query: Tensor, key: Tensor, value: Tensor, mask: api.MaskLike) -> Tensor:
+        def record(query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike) -> Tensor:
             calls.append({"query": query, "key": key, "value": value})
             return attend(query, key, value, mask)  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import reference
+from ..reference.attention import empty_output
 from ..tuning.attention import forward_config, input_precision, padded
 from .launch import Launch, Tensors, launch
 from .masking import runs, seen, visible
@@ -131,7 +131,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
     B, Hq, Sq, _ = query.shape
-    out = reference.empty_output(query, value.shape[3])
+    out = empty_output(query, value.shape[3])
     lse = query.new_empty_strided((B, Hq, Sq), (Hq * Sq, Sq, 1), dtype=torch.float32)
     if lse.numel() > 0:
         keep = None if keep is None else keep.view(torch.uint8)

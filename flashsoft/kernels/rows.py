@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import wide
+from ..reference.softmax import wide
 from ..tuning.rows import BACKWARD, FORWARD, Parts
 from .exchange import Phase, board, exchange, shared_state, shared_sum
 from .launch import Launch, Tensors, launch

@@ -1,0 +1,16 @@
+"""The public functions: each states its semantics, checks its arguments, and makes one call of one operator."""
+
+from .attention import attention, explain, merge, scaled_dot_product_attention
+from .logits import fused_softmax
+from .rows import log_softmax, logsumexp, softmax
+
+__all__ = [
+    "attention",
+    "explain",
+    "fused_softmax",
+    "log_softmax",
+    "logsumexp",
+    "merge",
+    "scaled_dot_product_attention",
+    "softmax",
+]
