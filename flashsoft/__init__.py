@@ -13,6 +13,7 @@ from .api import (
     log_softmax,
     logsumexp,
     merge,
+    sample,
     scaled_dot_product_attention,
     softmax,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "merge",
+    "sample",
     "scaled_dot_product_attention",
     "softmax",
 ]

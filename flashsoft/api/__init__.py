@@ -1,7 +1,7 @@
 """The public functions: each states its semantics, checks its arguments, and makes one call of one operator."""
 
 from .attention import attention, explain, merge, scaled_dot_product_attention
-from .logits import fused_softmax
+from .logits import fused_softmax, sample
 from .rows import log_softmax, logsumexp, softmax
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "merge",
+    "sample",
     "scaled_dot_product_attention",
     "softmax",
 ]

@@ -7,7 +7,7 @@ if _knobs.runtime.interpret:
 
 from .backward import attention_backward
 from .forward import attention_forward
-from .logits import fused_softmax_forward
+from .logits import fused_softmax_forward, sample_forward
 from .logits_backward import fused_softmax_backward
 from .rows import (
     log_softmax_backward,
@@ -27,6 +27,7 @@ __all__ = [
     "log_softmax_forward",
     "logsumexp_backward",
     "logsumexp_forward",
+    "sample_forward",
     "softmax_backward",
     "softmax_forward",
 ]
