@@ -52,21 +52,42 @@ def top_k_keep(x: Tensor, k: int | Tensor) -> Tensor:
     return rank < k
 
 
+def top_p_keep(z: Tensor, top_p: float | Tensor) -> Tensor:
+    """True at the first places of each row's stable descending sort, until their sum is top_p of all."""
+    order = torch.argsort(z, dim=-1, descending=True, stable=True)
+    p = softmax(z)[0].gather(-1, order)
+    before = p.cumsum(-1) - p
+    first = torch.arange(z.shape[-1]) == 0
+    return torch.zeros_like(z, dtype=torch.bool).scatter(-1, order, (before < top_p) | first)
+
+
 def fused_softmax(
     x: Tensor,
     temperature: float | Tensor = 1.0,
     keep: Tensor | None = None,
     bias: Tensor | None = None,
     top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(p, lse) along the last dimension, in the order temperature, bias, mask, top-k; differentiable."""
-    z = x / temperature
+    """(p, lse) along the last dimension, in the order of the arguments of `flashsoft.fused_softmax`; differentiable."""
+    z = x * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature
     if bias is not None:
         z = z + bias
     if keep is not None:
         z = torch.where(keep, z, NEG_INF)
     if top_k is not None:
         z = torch.where(top_k_keep(z.detach(), top_k), z, NEG_INF)
+    if top_p is not None:
+        z = torch.where(top_p_keep(z.detach(), top_p), z, NEG_INF)
+    if min_p is not None:
+        p = softmax(z.detach())[0]
+        z = torch.where(p >= min_p * p.amax(-1, keepdim=True), z, NEG_INF)
     return softmax(z)
 
 

@@ -271,16 +271,19 @@ def same(a, b):
 
 q, k, v = on(1, 4, 40, 64), on(1, 2, 56, 64), on(1, 2, 56, 64)
 x, wide, rows, bias = on(8, 100), on(2, 40000), on(8, 1, dtype=torch.float32), on(1, 100)
+mask, uniform = on(8, 100, dtype=torch.bool), on(2, 2, dtype=torch.float32)
 for call in (
     lambda: forward.attention_forward(q, k, v, None, 0.125, None, 16),
     lambda: forward.attention_forward(q, k, v, on(1, 4, 40, 56, dtype=torch.bool), -1.0, None, None),
     lambda: backward.attention_backward(
         q, None, q, k, v, q, on(1, 4, 40, dtype=torch.float32), None, 0.125, -16, 1
     ),
-    lambda: logits.fused_softmax_forward(x, 0.7, None, None, None, None, 50),
-    lambda: logits.fused_softmax_forward(wide, 1.0, None, None, 1, None, None),
-    lambda: logits.fused_softmax_forward(x, rows, on(8, 100, dtype=torch.bool), None, None, bias, None),
-    lambda: logits_backward.fused_softmax_backward(x, None, x, x, 0.7, bias, False),
+    lambda: logits.fused_softmax_forward(x, x.dtype, 0.7, None, None, None, None, None, None, 50, None, None),
+    lambda: logits.fused_softmax_forward(wide, x.dtype, 1.0, None, None, None, None, 1, None, None, None, None),
+    lambda: logits.fused_softmax_forward(wide, x.dtype, 1.0, None, None, None, None, 1, None, 50, 0.9, 0.1),
+    lambda: logits.fused_softmax_forward(x, x.dtype, rows, 2.0, 30.0, mask, None, None, bias, None, None, None),
+    lambda: logits.sample_forward(wide, uniform, 1.0, None, None, None, None, None, None, None, 0.9, None),
+    lambda: logits_backward.fused_softmax_backward(x, None, x, x, 0.7, 2.0, 30.0, bias, False),
 ):
     calls.clear()
     launch.forget()

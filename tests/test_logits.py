@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flashsoft
 from flashsoft import Causal, Window
-from flashsoft.tuning.logits import backward, bias_gradient, forward, power_of_two
+from flashsoft.tuning.logits import backward, bias_gradient, forward, power_of_two, wide
 
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
@@ -41,6 +41,7 @@ def compare(
     keep: Tensor | None = None,
     bias: Tensor | None = None,
     top_k: int | Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
     """Values and gradients against float64 and against torch's operators in x's dtype; returns y.
 
@@ -54,7 +55,7 @@ def compare(
             rest = iter(leaves[1:])
             t = fixed(next(rest)) if isinstance(temperature, Tensor) else temperature
             b = fixed(next(rest)) if bias is not None else None
-            return function(fixed(leaves[0]), t, mask, bias=b, top_k=k)
+            return function(fixed(leaves[0]), t, mask, bias=b, top_k=k, **others)
 
         return run
 
@@ -81,15 +82,16 @@ def compare(
 
     y, lse, _ = want
     t = temperature.detach().cpu().to(F64) if isinstance(temperature, Tensor) else temperature
-    fine = torch.where(y != 0, (cpu[0].to(F64) / t).abs(), 0.0)
+    fine = torch.where(y != 0, (cpu[0].to(F64) * others.get("scale", 1.0) / t).abs(), 0.0)
     assert_close_to(got[0], y, theirs[0], name="y")
     assert_close_to(got[1], lse, theirs[1], fine.amax(-1) if x.shape[-1] else None, name="lse")
     # the terms of dz, each as large as it is before they cancel
     g, gl = dy.cpu().to(F64), dlse.cpu().to(F64).unsqueeze(-1)
     size = y * (g.abs() + (y * g).square().sum(-1, keepdim=True).sqrt() + gl.abs())
-    sizes = [size / t]
+    slope = abs(others.get("scale", 1.0))
+    sizes = [size / t * slope]
     if isinstance(temperature, Tensor):
-        terms = (size * torch.where(y != 0, cpu[0].to(F64), 0.0) / t**2).square()
+        terms = (size * torch.where(y != 0, cpu[0].to(F64), 0.0) * slope / t**2).square()
         sizes.append(terms.sum(-1, keepdim=True).sum_to_size(temperature.shape).sqrt())
     if bias is not None:
         sizes.append(size.square().sum_to_size(bias.shape).sqrt())
@@ -447,10 +449,10 @@ def test_wide_rows_of_equals(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_of_wide_rows(backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Each part has fewer than k, k, or many more candidates; the last part has few columns."""
+    """Each chunk has fewer than k, k, or many more of the largest; the last part has few columns."""
     x = adversarial(16500).to(dtype)
     x[5, -1] = x[5].max()
-    x[0, 7892:8182] = torch.arange(2, 292)  # the largest of a part stand behind more equals than it may leave
+    x[0, 7892:8182] = torch.arange(2, 292) / 16  # the largest of a part stand behind more equals than it may leave
     for k in (1, 60, 300):
         y = flashsoft.fused_softmax(x.to(device), top_k=k, backend=backend)
         want, _ = oracle.fused_softmax(x.double(), top_k=k)
@@ -521,6 +523,16 @@ def test_configs_hold_their_rows(N: int) -> None:
         assert 1 <= share.splits <= max(reduced_rows, 1) and share.rows * share.block <= 64 * 32 * share.num_warps
 
 
+@pytest.mark.parametrize("N", [8193, 16385, 128256, 262145, 1_000_000, 2**27])
+def test_configs_hold_what_a_wide_row_chooses(N: int) -> None:
+    for k in (None, 1, 50, 256, 257, 1024, 1025, 10**6):
+        config = wide(N, True, k)
+        assert config.part % config.chunk == 0 and power_of_two(-(-N // config.chunk)) <= 16384
+        assert config.chosen * config.chunk <= 8192 and (config.chosen == 0 or config.chosen >= (k or 1))
+        assert config.chosen > 0 or (k or 0) > 8192 // config.chunk
+    assert wide(N, False, None).chosen == 0
+
+
 @pytest.mark.gpu
 def test_nothing_of_the_size_of_x_beside_y() -> None:
     x = torch.randn(512, 128256, device="cuda", dtype=BF16)
@@ -528,8 +540,8 @@ def test_nothing_of_the_size_of_x_beside_y() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = flashsoft.fused_softmax(x, 0.7, top_k=50)
-    candidates = 512 * 16 * 128 * 8  # of k and a half, rounded up, in parts of 8,192
-    assert torch.cuda.max_memory_allocated() - before < 1.01 * y.numel() * y.element_size() + candidates
+    maxima = 512 * (4008 + 64) * 4  # of chunks of 32, and places of the chosen ones
+    assert torch.cuda.max_memory_allocated() - before < 1.01 * y.numel() * y.element_size() + maxima
 
 
 @pytest.mark.gpu

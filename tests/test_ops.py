@@ -47,14 +47,22 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     keep = torch.rand(4, 3, 6, device=device) > 0.3
     temperature, bias = leaf(draw(4, 3, 1).abs() + 0.5), leaf(draw(1, 3, 6))
     top_k = torch.tensor([1, 2, 3], device=device).view(1, 3, 1).expand(4, 3, 1)
-    yield "fused_softmax", (x, 0.7, None, None, None, None, None, None, None, backend)
-    yield "fused_softmax", (x, 1.0, temperature, keep, -2, 1, bias, 4, None, backend)
-    yield "fused_softmax", (x, 1.0, None, None, None, 3, None, None, top_k, backend)
+    share = torch.rand(1, 3, 1, device=device).expand(4, 3, 1)
+    no_limits: tuple[None, ...] = (None,) * 6
+    yield "fused_softmax", (x, F32, 0.7, None, None, None, None, None, None, None, *no_limits, backend)
+    limits = (4, None, 0.9, None, 0.01, None)
+    yield "fused_softmax", (x, F16, 1.0, temperature, 0.5, 2.0, keep, -2, 1, bias, *limits, backend)
+    limits = (None, top_k, None, share, None, share)
+    yield "fused_softmax", (x, F32, 1.0, None, None, None, None, None, 3, None, *limits, backend)
+    uniform = torch.rand(4, 3, 2, device=device)
+    scores = (0.7, None, 0.5, None, keep, None, None, None)
+    yield "sample", (x.detach(), uniform, *scores, *limits, backend)
     dy, y = draw(4, 3, 6), torch.softmax(draw(4, 3, 6), -1)
-    yield "fused_softmax_backward", (dy, draw(4, 3), draw(4, 3, 6), y, 0.7, None, None, False, backend)
+    rest = (None, None, None, None, False, backend)
+    yield "fused_softmax_backward", (dy, draw(4, 3), draw(4, 3, 6), y, 0.7, *rest)
     yield (
         "fused_softmax_backward",
-        (dy, None, draw(4, 3, 6), y, 1.0, temperature.detach(), bias.detach(), True, backend),
+        (dy, None, draw(4, 3, 6), y, 1.0, temperature.detach(), 0.5, 2.0, bias.detach(), True, backend),
     )
 
     for layout in ("contiguous", "transposed"):
@@ -69,7 +77,7 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
         yield "attention_backward", (dout, None, *qkv, out, lse, None, 0.3, None, None, backend)
 
 
-CALLS = 21
+CALLS = 22
 
 
 def test_the_table_below_holds_every_operator(device: torch.device) -> None:

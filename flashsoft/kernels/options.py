@@ -88,8 +88,8 @@ class Limits(NamedTuple):
         numbers = [number for _, number in pairs]
         if numbers[1] is not None:
             # not above the number itself: 0.3 of 100 equals are 30 of them
-            below = np.float32(numbers[1])
-            numbers[1] = float(below if below <= numbers[1] else np.nextafter(below, np.float32(0)))
+            near = np.float32(numbers[1])
+            numbers[1] = float(near if float(near) <= numbers[1] else np.nextafter(near, np.float32(0)))
         return cls(tuple(tensor for tensor, _ in pairs), tuple(numbers))
 
     @property

@@ -154,5 +154,5 @@ def kept(
         need = equals_lacking(target, target, reached, before, tl.max(tl.where(equal, weight, 0.0), 1))
         keep = keep & beginning(key, low_p, high_p, need)
     if MIN_P:
-        keep = keep & (p >= min_p[:, None])
+        keep = keep & ((p < min_p[:, None]) == 0)  # NaN is kept
     return keep

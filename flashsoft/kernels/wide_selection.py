@@ -37,12 +37,6 @@ from .tiles import row_offset
 
 
 @triton.jit
-def larger(a, b):
-    """The larger of two; NaN if either is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def part_state(score, scale):
     """The state (m, s) of a part of a row from its scores (1, columns)."""
     m = tl.max(score, 1)
@@ -81,7 +75,9 @@ def stream_kernel(
         at_y = y_ptr + row_offset(row, sizes, y_strides)[:, None] + columns[None, :].to(tl.int64) * y_step
         tl.store(at_y, tl.zeros((1, PART), y_ptr.dtype.element_ty), mask=inside)
     if maxima_ptr is not None:
-        maxima = tl.reduce(tl.reshape(score, (PART // CHUNK, CHUNK)), 1, larger)
+        # NaN must not get lost, and whichever of both a row keeps, it is NaN
+        largest = tl.where(score != score, float("inf"), score)
+        maxima = tl.max(tl.reshape(largest, (PART // CHUNK, CHUNK)), 1)
         chunk = part * (PART // CHUNK) + tl.arange(0, PART // CHUNK)
         tl.store(maxima_ptr + tl.max(row, 0) * chunks + chunk, maxima, mask=chunk < chunks)
     if states_ptr is not None:
@@ -310,7 +306,7 @@ def write_row(
             keep, seen = first_of_equals(order_key(score, SHIFT), low, high, need, seen)
         p = exponential(score, pivot(m)[:, None], scale[:, None])
         if MIN_P:
-            keep = keep & (p >= min_p[:, None])
+            keep = keep & ((p < min_p[:, None]) == 0)
         p = tl.where(keep, p, 0.0)
         if y_row is not None:
             y = (p * inverse_s[:, None]).to(y_row.dtype.element_ty)

@@ -188,4 +188,4 @@ def _inverse_temperature(temperature: float | Tensor, dtype: torch.dtype, with_b
     if isinstance(temperature, Tensor):
         T = temperature.to(dtype)
         return (1.0 / T.abs()).clamp(least, most).masked_fill(T < 0.0, float("nan"))
-    return max(min(1.0 / temperature, most), least)
+    return most if temperature == 0 else max(min(1.0 / temperature, most), least)

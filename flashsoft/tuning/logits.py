@@ -70,12 +70,12 @@ def forward(N: int, limited: bool) -> LogitsConfig:
 
 def wide(N: int, limited: bool, k: int | None) -> WideConfig:
     """For rows that do not fit one tile; k is the number of top-k, None if it is not one or not given."""
-    chosen = 0 if not limited else CHOSEN if k is None else power_of_two(k)
     least = power_of_two(N) // MOST_CHUNKS
-    fitting = [chunk for chunk in CHUNKS if chunk >= least and chosen * chunk <= MOST_CHOSEN]
+    if k is None:
+        k = min(CHOSEN, MOST_CHOSEN // max(least, 1))
+    fitting = [chunk for chunk in CHUNKS if chunk >= least and power_of_two(k) * chunk <= MOST_CHOSEN]
     chunk = fitting[0] if fitting else max(CHUNKS[0], least)
-    if chosen * chunk > MOST_CHOSEN:
-        chosen = 0
+    chosen = power_of_two(k) if limited and power_of_two(k) * chunk <= MOST_CHOSEN else 0
     choose_warps = CHOOSE_WARPS if max(chosen * chunk, -(-N // chunk) // 2) <= CHOOSE_TILE else 16
     return WideConfig(max(PART, chunk), chunk, chosen, LOOP_BLOCK, FEW, PART_WARPS, choose_warps, 16)
 
