@@ -9,6 +9,7 @@ torch.Size([1, 2, 5, 16])
 from .api import (
     attention,
     explain,
+    fused_cross_entropy,
     fused_softmax,
     log_softmax,
     logsumexp,
@@ -33,6 +34,7 @@ __all__ = [
     "Window",
     "attention",
     "explain",
+    "fused_cross_entropy",
     "fused_softmax",
     "log_softmax",
     "logsumexp",

@@ -2,11 +2,13 @@
 
 from .attention import attention, explain, merge, scaled_dot_product_attention
 from .logits import fused_softmax
+from .losses import fused_cross_entropy
 from .rows import log_softmax, logsumexp, softmax
 
 __all__ = [
     "attention",
     "explain",
+    "fused_cross_entropy",
     "fused_softmax",
     "log_softmax",
     "logsumexp",

@@ -1,0 +1,54 @@
+"""Tiles of the cross entropy kernels, none of whose programs waits for another.
+
+The number of rows plays no part, so that a row's bits do not depend on what it is batched with. Nothing here was
+measured yet: a program has 256 threads that load 16 bytes at a time, as the fastest row kernels do.
+"""
+
+from __future__ import annotations
+
+import triton
+
+from .rows import PART_UNIT, Device, Parts, RowConfig
+
+STATE, GRADIENT = "cross_entropy_state", "cross_entropy_gradient"
+WARPS = 8
+STATE_LOADS = 8  # of 16 bytes a thread, all under way before the first is used: 32 registers, 6 to 8 programs at a time
+GRADIENT_LOADS = 4  # whose elements are held in float32 as well, while they are stored
+SHORT = 4096  # bytes of a program's tile of short rows
+CHUNK_BYTES = 1 << 29  # of logits: far more than a matrix product needs to be fast, far less than a large vocabulary's
+
+
+def loss_config(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) -> RowConfig:
+    """The tiles for rows of `n_cols` elements; arguments as of `rows.row_config`."""
+    whole = triton.next_power_of_2(n_cols)
+    loads = STATE_LOADS if op == STATE else GRADIENT_LOADS
+    if on.name == "interpreter":  # few programs, yet every way to cut a row at lengths that tests can afford
+        if rows_inner:
+            return RowConfig(32 // itemsize, min(whole, 128), 4)
+        if whole <= 1024:
+            return RowConfig(min(2048 // whole, 1024), whole, 4)
+        return RowConfig(1, 512, 4, 2 if op == STATE else 1)
+    if rows_inner:  # a program takes a line of 128 bytes of rows
+        block_rows = 128 // itemsize
+        block_cols = min(whole, 8192 // (itemsize * block_rows))
+        return RowConfig(block_rows, block_cols, max(block_rows * block_cols // 512, 4))
+    if whole * itemsize <= SHORT:
+        return RowConfig(SHORT // itemsize // whole, whole, 4)
+    tile = WARPS * 32 * (16 // itemsize)
+    return RowConfig(1, tile, WARPS, loads) if op == STATE else RowConfig(1, min(whole, tile * loads), WARPS)
+
+
+def pieces(config: RowConfig, n_cols: int) -> Parts:
+    """Equal parts of a row of n_cols columns, each held whole by its program, however many there are."""
+    count = triton.cdiv(n_cols, config.block_cols * config.tiles)
+    if count == 1:
+        return Parts(1, n_cols, whole=True)
+    cols = triton.cdiv(triton.cdiv(n_cols, count), PART_UNIT) * PART_UNIT
+    return Parts(triton.cdiv(n_cols, cols), cols, whole=True)
+
+
+def chunk_rows(rows: int, n_cols: int, itemsize: int) -> int:
+    """Rows whose logits are held at a time: as many as CHUNK_BYTES has room for, in chunks of about the same size."""
+    most = max(CHUNK_BYTES // max(n_cols * itemsize, 1), 1)
+    chunks = triton.cdiv(rows, most)
+    return triton.cdiv(triton.cdiv(rows, max(chunks, 1)), 128) * 128 if most >= 128 else most
