@@ -19,7 +19,7 @@ from .api import (
 )
 from .errors import BackendUnavailableError
 from .masks import Causal, Window
-from .modules import FusedAttention, FusedSoftmax, KVCache, LogSoftmax, Softmax
+from .modules import FusedAttention, FusedCrossEntropyLoss, FusedSoftmax, KVCache, LogSoftmax, Softmax
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "BackendUnavailableError",
     "Causal",
     "FusedAttention",
+    "FusedCrossEntropyLoss",
     "FusedSoftmax",
     "KVCache",
     "LogSoftmax",

@@ -68,8 +68,23 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
         yield "attention_backward", (dout, dlse, *qkv, out, lse, keep, 0.3, None, 2, backend)
         yield "attention_backward", (dout, None, *qkv, out, lse, None, 0.3, None, None, backend)
 
+    # leaves only where no operator writes
+    x, target = draw(3, 4, 7).transpose(0, 1), torch.tensor([[0, 6, -100]] * 4, device=device)
+    weight, scalar = draw(7).abs(), draw(1).squeeze()
+    yield "cross_entropy_state", (x, target, None, 0, -100, False, None, backend)
+    yield "cross_entropy_state", (x, target, weight, 7, -100, True, 5.0, backend)
+    states = _ops.cross_entropy_state(x, target, weight, 0, -100, True, None, backend)
+    states = torch.stack([states, states], -1)
+    yield "cross_entropy", (leaf(x), target, None, None, 0, 7, -100, 0.0, 0.0, None, backend)
+    yield "cross_entropy", (leaf(x), target, weight, states, 0, 14, -100, 0.1, 1e-3, 5.0, backend)
+    dloss, m, slope = draw(4, 3), draw(4, 3), draw(4, 3)
+    yield "cross_entropy_backward", (dloss, x, target, weight, m, slope, 0, 7, -100, 0.1, 5.0, backend)
+    yield "cross_entropy_overwrite", (x.clone(), target, weight, scalar, -100, 0.1, 1e-3, None, backend)
+    yield "scale", (x.clone(), scalar, backend)
+    yield "overwritten", (leaf(x), scalar, backend)
 
-CALLS = 21
+
+CALLS = 29
 
 
 def test_the_table_below_holds_every_operator(device: torch.device) -> None:
@@ -96,7 +111,7 @@ def test_fakes_have_the_real_shapes_strides_and_dtypes(number: int, backend: str
     fakes = [mode.from_tensor(a.detach()) if isinstance(a, Tensor) else a for a in args]
     with mode:
         fake = getattr(_ops, name)(*fakes)
-    for a, b in zip(*((r,) if isinstance(r, Tensor) else r for r in (real, fake)), strict=True):
+    for a, b in zip(*((r,) if isinstance(r, Tensor) else r or () for r in (real, fake)), strict=True):
         assert a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device
 
 

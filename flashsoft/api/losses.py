@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, ops
+from ..reference.softmax import wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,13 +104,13 @@ def reduced(loss: Tensor, kept: Tensor, reduction: str) -> Tensor:
     return loss.sum() / kept.sum() if reduction == "mean" else loss.sum()
 
 
-def mean_divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def mean_divisor(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """What a mean is divided by, before any logit is seen: a scalar on the device."""
     kept = target != ignore_index
     if weight is None:
-        return kept.sum(dtype=torch.float32)
+        return kept.sum(dtype=dtype)
     label = target.long().clamp(0, max(weight.shape[0] - 1, 0))
-    return torch.where(kept, weight[label], 0.0).sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+    return torch.where(kept, weight[label], 0.0).sum(dtype=dtype)
 
 
 def _may_overwrite(rows: Tensor) -> bool:
@@ -127,7 +128,7 @@ def _overwriting(
     backend: str,
 ) -> Tensor:
     with torch.no_grad():
-        divisor = mean_divisor(target, weight, options[0]) if mean else None
+        divisor = mean_divisor(target, weight, options[0], wide(rows.dtype)) if mean else None
         factor = None if divisor is None else divisor.reciprocal()
         losses = ops.call("cross_entropy_overwrite", rows.detach(), target, weight, factor, *options, backend)
         loss = losses.sum() if divisor is None else losses.sum() / divisor

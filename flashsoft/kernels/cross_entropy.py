@@ -29,8 +29,8 @@ from .launch import Launch, Tensors, launch
 from .loss_tiles import end_gradient, gradient, inside_tile, label_column, labels, part_state, read_end, scores
 from .row_layout import Layout, layout
 from .row_tiles import body_of, ends, load_all, load_ends, part_of, place, rows_of, scalar, store, store_ends
-from .softmax import LN2, finish, fold, merge_parts, of_state, pivot, softcapped
-from .tiles import fold_rows, row_offset
+from .softmax import finish, fold, merge_parts, of_state, pivot, softcapped
+from .tiles import fold_rows
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
 
@@ -55,9 +55,9 @@ def store_state(
 
 
 @triton.jit
-def of_label(x, weight, column, own, stride, weight_stride, cap, BLOCK_ROWS: tl.constexpr):
+def of_label(x, weight, column, own, stride, weight_stride, cap):
     """The label's score and weight (rows,) where it is the program's, else 0; the weight 1 without weights."""
-    score = tl.load(tl.reshape(x, (BLOCK_ROWS,)) + column * stride, mask=own, other=0.0).to(tl.float32)
+    score = tl.sum(tl.load(x + (column * stride)[:, None], mask=own[:, None], other=0.0).to(tl.float32), 1)
     if cap is not None:
         score = softcapped(score, cap)
     w = own.to(tl.float32)
@@ -86,7 +86,7 @@ def cross_entropy_state_kernel(
     tiles = load_all(x, kept, x_stride, end, EMPTY, "", TILES, False, STEP, BLOCK_ROWS, BLOCK_COLS)
     if weight is not None:
         weight += (head + begin) * weight_stride
-    label_score, label_weight = of_label(x, weight, column, own, x_stride, weight_stride, cap, BLOCK_ROWS)
+    label_score, label_weight = of_label(x, weight, column, own, x_stride, weight_stride, cap)
     end_tile = None
     end_columns = None
     end_inside = None
@@ -207,7 +207,7 @@ def cross_entropy_overwrite_kernel(
         if SMOOTH:
             w_total = tl.load(total_weight)
         weight += (head + begin) * weight_stride
-    label_score, own_weight = of_label(x, weight, column, own, x_stride, weight_stride, cap, BLOCK_ROWS)
+    label_score, own_weight = of_label(x, weight, column, own, x_stride, weight_stride, cap)
     end_tile = None
     end_columns = None
     end_inside = None
@@ -342,8 +342,9 @@ def _plan_overwrite(
         "PARTS": count, "BLOCK_PARTS": triton.next_power_of_2(count),
         "SENDS": phase.sends, "RECEIVES": phase.receives,
     }  # fmt: skip
-    if rows.registers is not None:  # more than a softmax takes: the label, and rows' factors
-        options["maxnreg"] = rows.registers + 8
+    options.pop("maxnreg", None)
+    if rows.config.registers is not None and rows.align == 0 and smoothing == 0.0 and cap is None:
+        options["maxnreg"] = rows.config.registers + 8  # more than a softmax takes: the label, and rows' factors
     if count == 1:
         programs = rows.programs if phase.receives else 0
         return Launch(cross_entropy_overwrite_kernel, programs, (None, *args), options)

@@ -108,7 +108,7 @@ define(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, target, weight, _, *ctx.before, z_loss, ctx.softcap, ctx.backend = inputs
+    x, target, weight, _, *ctx.before, _, ctx.softcap, ctx.backend = inputs
     _, kept, m, slope = output
     ctx.save_for_backward(x, target, weight, m, slope)
     ctx.mark_non_differentiable(kept, m, slope)

@@ -5,9 +5,10 @@ A row's state has the kinds m, s, the score of its label (0 if that is not here)
 so a rank of a group that has a slice of them, from class `first` on, gives one. The backward needs m and
 slope = dloss/dlse / s of each row:
 
-    loss = (1 - smoothing) * w_label * (lse - x_label) + smoothing / classes * (W * lse - sum(w_j * x_j)) + z_loss * lse^2
+    loss = (1 - smoothing) * w_label * (lse - x_label)
+         + smoothing / classes * (sum(w_j) * lse - sum(w_j * x_j)) + z_loss * lse^2
     dx_j = exp(x_j - m) * slope - smoothing / classes * w_j - (j = label) * (1 - smoothing) * w_j
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def cross_entropy_forward(
     smooth = label_smoothing > 0.0
     if states is None:
         states = cross_entropy_state_forward(x, target, weight, 0, ignore_index, smooth, softcap).unsqueeze(-1)
-    label, valid, kept = _labels(target, 0, classes, ignore_index)
+    _, valid, kept = _labels(target, 0, classes, ignore_index)
     m_parts = states[0]
     m = m_parts.amax(-1)
     at = pivot(m)
@@ -99,7 +100,8 @@ def cross_entropy_forward(
         loss, slope = loss + z_loss * lse * lse, slope + 2.0 * z_loss * lse
     slope = slope * inverse.masked_fill(dead, float("nan"))
     loss, slope = (torch.where(valid, number, float("nan")) for number in (loss, slope))
-    return tuple(torch.where(kept, number, 0.0) for number in (loss, of_label)) + (m, torch.where(kept, slope, 0.0))  # type: ignore[return-value]
+    loss, of_label, slope = (torch.where(kept, number, 0.0) for number in (loss, of_label, slope))
+    return loss, of_label, m, slope
 
 
 def cross_entropy_backward(
