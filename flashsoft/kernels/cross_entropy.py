@@ -406,7 +406,7 @@ def cross_entropy_forward(
     if target.numel() == 0:
         return loss, kept, m, slope
     if states is not None:
-        parts = states.reshape(states.shape[0], target.numel(), states.shape[-1])
+        parts = states.reshape(states.shape[0], target.numel(), states.shape[-1]).contiguous()
     elif x.numel() == 0:
         parts = _no_states(target, x, weighted, smooth)
     else:

@@ -134,6 +134,8 @@ def _batch(name: str, rows: tuple[int, ...], results: int) -> None:
         for i, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
             if i in rows:
                 given[i] = front(arg, dim, info.batch_size)
+            elif i == 3 and name == OP and isinstance(arg, Tensor):  # states (kinds, ..., ranks)
+                given[i] = front(arg, dim, info.batch_size).movedim(0, 1)
             elif dim is not None:
                 raise NotImplementedError(f"{name} takes the same class weights for all of a batch")
         return call(name, *given), 0 if results == 1 else (0,) * results
