@@ -200,6 +200,24 @@ def attention(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"query must have a multiple of key's {Hkv} heads, got {Hq} (shape {tuple(query.shape)})")
 
 
+def linear_loss(hidden: Any, weight: Any, bias: Any) -> None:
+    """hidden (..., H), weight (N, H) and bias (N,) fit together, as in a linear layer."""
+    tensor("hidden", hidden)
+    tensor("weight", weight, 2, "(N, H)")
+    if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden must be (..., {weight.shape[1]}), as wide as weight, got shape {tuple(hidden.shape)}")
+    given = [("weight", weight)]
+    if bias is not None:
+        tensor("bias", bias, 1, "(N,)")
+        if bias.shape[0] != weight.shape[0]:
+            raise ValueError(f"bias must have weight's {weight.shape[0]} classes, got shape {tuple(bias.shape)}")
+        given.append(("bias", bias))
+    for name, value in given:
+        on_device(name, value, "hidden", hidden.device)
+        if value.dtype != hidden.dtype:
+            raise TypeError(f"{name} must have hidden's dtype {hidden.dtype}, got {value.dtype}")
+
+
 REDUCTIONS = ("none", "mean", "sum")
 
 

@@ -83,8 +83,21 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     yield "scale", (x.clone(), scalar, backend)
     yield "overwritten", (leaf(x), scalar, backend)
 
+    # a backward scales results where they lie, which nobody else sees but opcheck: so it hands in 1, a loss above 0
+    scalar = scalar.abs()
+    hidden, matrix, bias = leaf(draw(5, 8)), leaf(draw(7, 8)), leaf(draw(7))
+    target, options = torch.tensor([0, 6, -100, 3, 3], device=device), (-100, 0.1, 1e-3, None, 2)
+    yield "linear_cross_entropy", (hidden, matrix, bias, target, weight, scalar, *options, True, True, True, backend)
+    yield "linear_cross_entropy", (hidden, matrix, None, target, None, None, *options, True, False, False, backend)
+    yield "linear_cross_entropy_rows", (hidden, matrix, bias, target, weight, *options, backend)
+    layer = hidden.detach(), matrix.detach(), None
+    yield (
+        "linear_cross_entropy_rows_backward",
+        (draw(5), *layer, target, None, *options, False, True, False, backend),
+    )
 
-CALLS = 29
+
+CALLS = 33
 
 
 def test_the_table_below_holds_every_operator(device: torch.device) -> None:

@@ -15,7 +15,6 @@ WARPS = 8
 STATE_LOADS = 8  # of 16 bytes a thread, all under way before the first is used: 32 registers, 6 to 8 programs at a time
 GRADIENT_LOADS = 4  # whose elements are held in float32 as well, while they are stored
 SHORT = 4096  # bytes of a program's tile of short rows
-CHUNK_BYTES = 1 << 29  # of logits: far more than a matrix product needs to be fast, far less than a large vocabulary's
 
 
 def loss_config(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Device) -> RowConfig:
@@ -45,10 +44,3 @@ def pieces(config: RowConfig, n_cols: int) -> Parts:
         return Parts(1, n_cols, whole=True)
     cols = triton.cdiv(triton.cdiv(n_cols, count), PART_UNIT) * PART_UNIT
     return Parts(triton.cdiv(n_cols, cols), cols, whole=True)
-
-
-def chunk_rows(rows: int, n_cols: int, itemsize: int) -> int:
-    """Rows whose logits are held at a time: as many as CHUNK_BYTES has room for, in chunks of about the same size."""
-    most = max(CHUNK_BYTES // max(n_cols * itemsize, 1), 1)
-    chunks = triton.cdiv(rows, most)
-    return triton.cdiv(triton.cdiv(rows, max(chunks, 1)), 128) * 128 if most >= 128 else most
