@@ -127,6 +127,19 @@ def test_a_second_backward_raises_or_is_right(backend: str, device: torch.device
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(rows, given), strict=True))
 
 
+def test_a_second_derivative_says_that_there_is_none(backend: str, device: torch.device) -> None:
+    for reduction in ("mean", "none"):
+        given = [t.requires_grad_() for t in layer((4,), 19, torch.float32, device)]
+        loss = ours(*given, labels((4,), 19, device), reduction=reduction, backend=backend).sum()
+        for first in torch.autograd.grad(loss, given, create_graph=True):
+            with pytest.raises(RuntimeError, match="can be differentiated once only; for second derivatives use"):
+                torch.autograd.grad(first.sum(), given[1], retain_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once only"):
+        hidden, weight, _ = layer((4,), 19, F64, device)
+        call = lambda t: ours(t, weight, None, labels((4,), 19, device))  # noqa: E731
+        torch.func.grad(lambda t: torch.func.grad(call)(t).sum())(hidden)
+
+
 def test_autocast(backend: str, device: torch.device) -> None:
     given = layer((2, 5), 40, torch.float32, device)
     target = labels((2, 5), 40, device)

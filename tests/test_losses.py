@@ -337,11 +337,12 @@ def test_B41_gradients_with_stride_0(backend: str, device: torch.device) -> None
 
 
 def test_B48_a_second_derivative_says_that_there_is_none(backend: str, device: torch.device) -> None:
-    x = draw(3, 7, device=device).requires_grad_()
-    loss = flashsoft.fused_cross_entropy(x, labels((3,), 7, device), backend=backend)
-    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="cross_entropy can be differentiated once only; for second derivatives use"):
-        torch.autograd.grad(dx.square().sum(), x)
+    for inplace, says in ((False, "cross_entropy can be"), (True, "whose gradient is computed in the forward can be")):
+        x = draw(3, 7, device=device).requires_grad_()
+        loss = flashsoft.fused_cross_entropy(x * 1, labels((3,), 7, device), inplace_backward=inplace, backend=backend)
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match=f"{says} differentiated once only; for second derivatives use"):
+            torch.autograd.grad(dx.square().sum(), x)
 
 
 def test_B49_logits_changed_before_the_backward_are_noticed(backend: str, device: torch.device) -> None:

@@ -82,6 +82,7 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     yield "cross_entropy_overwrite", (x.clone(), target, weight, scalar, -100, 0.1, 1e-3, None, backend)
     yield "scale", (x.clone(), scalar, backend)
     yield "overwritten", (leaf(x), scalar, backend)
+    yield "scaled", (x, scalar, x, None, None)
 
     # a backward scales results where they lie, which nobody else sees but opcheck: so it hands in 1, a loss above 0
     scalar = scalar.abs()
@@ -97,7 +98,7 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     )
 
 
-CALLS = 33
+CALLS = 34
 
 
 def test_the_table_below_holds_every_operator(device: torch.device) -> None:

@@ -114,9 +114,8 @@ def mean_divisor(target: Tensor, weight: Tensor | None, ignore_index: int, dtype
 
 
 def _may_overwrite(rows: Tensor) -> bool:
-    """A gradient is wanted, and nobody traces or transforms the call, who would have to be told of the write."""
-    watched = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return rows.requires_grad and torch.is_grad_enabled() and not watched and not torch._C._len_torch_dispatch_stack()
+    """A gradient is wanted, of a plain tensor, and nobody would have to be told of the write."""
+    return type(rows) is Tensor and rows.requires_grad and torch.is_grad_enabled() and not ops.losses.traced()
 
 
 def _overwriting(

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import dispatch
-from ..direct import unobserved
 from ..reference.softmax import wide
 from ..tuning.chunks import chunk_rows
-from .losses import OP
+from .losses import OP, times
 from .registry import call, define, differentiate, not_twice
 
 
@@ -207,7 +206,8 @@ define(
 def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *_, need_hidden, need_weight, need_bias, ctx.backend = inputs
     ctx.needs = need_hidden, need_weight, need_bias and inputs[2] is not None
-    ctx.save_for_backward(*output[1:])
+    # the arguments only so that whoever differentiates a gradient again is told that this cannot be
+    ctx.save_for_backward(*output[1:], *inputs[:3])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -215,19 +215,11 @@ def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 def _fused_gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     results: list[Tensor | None] = [None, None, None]
     if dloss is not None:
-        for i, (saved, needed) in enumerate(zip(ctx.saved_tensors, ctx.needs, strict=True)):
+        saved = ctx.saved_tensors
+        for i, needed in enumerate(ctx.needs):
             if needed:
-                results[i] = _scaled(saved, dloss, ctx.backend)
+                results[i] = times(saved[i], dloss, saved[3:], ctx.backend)
     return *results, *(None,) * 12
-
-
-def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """gradient * factor, in place unless somebody traces or transforms the backward, or differentiates it."""
-    own = gradient.detach()
-    if torch.is_grad_enabled() or not unobserved((own, factor)):
-        return (gradient * factor).to(gradient.dtype)
-    call("scale", own, factor, backend)
-    return own
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

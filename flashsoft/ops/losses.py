@@ -180,7 +180,18 @@ define(
     _overwrite,
     lambda x, target, *_: x.new_empty(target.shape, dtype=wide(x.dtype)),
 )
+
+
+def _scaled(gradient: Tensor, factor: Tensor, *_: Tensor | None) -> Tensor:
+    return (gradient.to(wide(gradient.dtype)) * factor).to(gradient.dtype)
+
+
 define("scale(Tensor(a!) gradient, Tensor factor, str backend) -> ()", _scale, lambda *_: None)
+define(
+    "scaled(Tensor gradient, Tensor factor, Tensor? of, Tensor? also_of, Tensor? and_of) -> Tensor",
+    _scaled,
+    lambda gradient, *_: torch.empty_like(gradient),
+)
 define(
     "overwritten(Tensor gradient, Tensor loss, str backend) -> Tensor",
     lambda gradient, loss, backend: loss.clone(),
@@ -194,9 +205,31 @@ def _save_overwritten(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _overwritten_gradient(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
-    gradient = ctx.saved_tensors[0].detach()
-    call("scale", gradient, dloss, ctx.backend)
-    return gradient, None, None
+    (gradient,) = ctx.saved_tensors
+    return times(gradient, dloss, (gradient, None, None), ctx.backend), None, None
+
+
+def _scaled_gradient(ctx: Any, g: Tensor) -> None:
+    raise RuntimeError(
+        "a cross entropy whose gradient is computed in the forward can be differentiated once only; for second "
+        "derivatives use torch.nn.functional.cross_entropy"
+    )
 
 
 differentiate("overwritten", _save_overwritten, _overwritten_gradient)
+differentiate("scaled", lambda ctx, inputs, output: None, _scaled_gradient)
+
+
+def traced() -> bool:
+    """Whether somebody traces or transforms what runs, and would have to be told of a write."""
+    transforming = torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or transforming or torch._C._len_torch_dispatch_stack() > 0
+
+
+def times(gradient: Tensor, factor: Tensor, of: tuple[Tensor | None, ...], backend: str) -> Tensor:
+    """A gradient from the forward, of `of`, times a scalar: where it lies, unless it may be differentiated again."""
+    own = gradient.detach()
+    if torch.is_grad_enabled() or traced():
+        return call("scaled", own, factor, *of)  # type: ignore[no-any-return]
+    call("scale", own, factor, backend)
+    return own
