@@ -110,17 +110,17 @@ def check(x: Tensor, target: Tensor, backend: str, *, inplace: bool = False, **o
 @pytest.mark.parametrize("n", LENGTHS)
 def test_lengths(n: int, inplace: bool, backend: str, device: torch.device, poisoned: None) -> None:
     for dtype in HALF_AND_SINGLE[:: 1 if n < 1000 else 2]:
-        x = guarded(draw(5, n, device=device, dtype=dtype, std=3.0))
-        check(x, labels((5,), n, device), backend, inplace=inplace)
+        x = guarded(draw(5 if n < 1000 else 3, n, device=device, dtype=dtype, std=3.0))
+        check(x, labels(x.shape[:1], n, device), backend, inplace=inplace)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, inplace: bool, backend: str, device: torch.device, poisoned: None) -> None:
-    for n, dtype, reduction in ((33, torch.float32, "mean"), (1503, torch.bfloat16, "sum")):
+    for n, dtype, reduction in ((33, torch.float32, "mean"), (1103, torch.bfloat16, "sum")):
         options = OPTIONS[name] | {"reduction": reduction}
-        target = labels((6,), n, device, options.get("ignore_index", IGNORED))
-        check(guarded(draw(6, n, device=device, dtype=dtype, std=3.0)), target, backend, inplace=inplace, **options)
+        target = labels((5,), n, device, options.get("ignore_index", IGNORED))
+        check(guarded(draw(5, n, device=device, dtype=dtype, std=3.0)), target, backend, inplace=inplace, **options)
 
 
 @pytest.mark.gpu
@@ -182,11 +182,10 @@ def test_dims_and_strided_targets(backend: str, device: torch.device, poisoned: 
 
 
 def test_misaligned(backend: str, device: torch.device) -> None:
-    for shift in (1, 3, 8):
-        for n in (64, 1536):
-            x = guarded(draw(3, n, device=device, dtype=torch.float16), shift)
-            for inplace in (False, True):
-                check(x, labels((3,), n, device), backend, inplace=inplace)
+    for shift, n in ((1, 64), (3, 1152), (8, 64)):
+        x = guarded(draw(3, n, device=device, dtype=torch.float16), shift)
+        for inplace in (False, True):
+            check(x, labels((3,), n, device), backend, inplace=inplace)
 
 
 @pytest.mark.parametrize("n", [48, 1504])
@@ -194,7 +193,7 @@ def test_bits_do_not_depend_on_batch_mates(n: int, backend: str, device: torch.d
     """B70 for losses; and two runs give the same bits."""
     if backend == "reference":
         pytest.skip("torch's own sums are cut by the number of rows")
-    x, target = draw(7, n, device=device, std=2.0), labels((7,), n, device)
+    x, target = draw(4, n, device=device, std=2.0), labels((4,), n, device)
 
     def run(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
@@ -202,7 +201,7 @@ def test_bits_do_not_depend_on_batch_mates(n: int, backend: str, device: torch.d
         return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
 
     loss, dx = run(x, target)
-    for i in (0, 6):
+    for i in (0, 3):
         alone = run(x[i : i + 1], target[i : i + 1])
         assert torch.equal(alone[0][0], loss[i]) and torch.equal(alone[1][0], dx[i])
     assert all(torch.equal(a, b) for a, b in zip(run(x, target), (loss, dx), strict=True))
@@ -306,9 +305,9 @@ def test_no_classes(backend: str, device: torch.device) -> None:
     assert float(loss) == 0.0 and x.grad.shape == (2, 0)
 
 
-@pytest.mark.parametrize("n", [65537, 102400])
+@pytest.mark.parametrize("n", [65537, 128256])
 def test_B36_wide_rows(n: int, backend: str, device: torch.device) -> None:
-    n = n if backend == "reference" or device.type == "cuda" else n // 10
+    n = n if backend == "reference" or device.type == "cuda" else n // 20
     for inplace in (False, True):
         check(draw(2, n, device=device, dtype=torch.bfloat16), labels((2,), n, device), backend, inplace=inplace)
 

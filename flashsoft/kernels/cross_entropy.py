@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from ..reference.softmax import wide
-from ..tuning.losses import STATE, loss_config, pieces
-from ..tuning.rows import FORWARD, device
+from ..tuning.losses import OVERWRITE, STATE, loss_config, pieces
+from ..tuning.rows import device
 from .cross_entropy_backward import cross_entropy_gradient
 from .exchange import Phase, board, exchange, shared_state
 from .launch import Launch, Tensors, launch
@@ -331,20 +331,17 @@ def _plan_overwrite(
     phase: Phase,
 ) -> Launch:  # fmt: skip
     x, target, weight, _, _ = inputs
-    rows = layout(FORWARD, x, per_row=(target,))
+    rows = layout(OVERWRITE, x, per_row=(target,), config_of=loss_config)
     count, tiles = rows.parts.count, rows.config.tiles
     args = (
         rows.sizes, *rows.strides, *rows.per_row, x.stride(-1), 0 if weight is None else weight.stride(0),
         *rows.lengths, ignore_index, smoothing, z_loss or None, cap, 0, 0,
     )  # fmt: skip
     options = rows.options | {
-        "SMOOTH": smoothing > 0.0, "PAIRS": _pairs(x, rows, tiles), "PACKED": rows.packed(x), "TILES": tiles,
-        "PARTS": count, "BLOCK_PARTS": triton.next_power_of_2(count),
+        "SMOOTH": smoothing > 0.0, "PAIRS": _pairs(x, rows, tiles), "PACKED": rows.packed(x) and rows.pairs(x),
+        "TILES": tiles, "PARTS": count, "BLOCK_PARTS": triton.next_power_of_2(count),
         "SENDS": phase.sends, "RECEIVES": phase.receives,
     }  # fmt: skip
-    options.pop("maxnreg", None)
-    if rows.config.registers is not None and rows.align == 0 and smoothing == 0.0 and cap is None:
-        options["maxnreg"] = rows.config.registers + 8  # more than a softmax takes: the label, and rows' factors
     if count == 1:
         programs = rows.programs if phase.receives else 0
         return Launch(cross_entropy_overwrite_kernel, programs, (None, *args), options)
@@ -429,7 +426,7 @@ def cross_entropy_overwrite_forward(
 ) -> torch.Tensor:
     """Losses of rows of x; x becomes the gradient of their sum times factor (a scalar tensor, or None for 1)."""
     options = ignore_index, label_smoothing, z_loss, softcap
-    rows = layout(FORWARD, x) if x.numel() else None
+    rows = layout(OVERWRITE, x, config_of=loss_config) if x.numel() else None
     if rows is None or not rows.parts.whole:  # more than all programs of a row can hold is read twice
         loss, _, m, slope = cross_entropy_forward(x, target, weight, None, x.shape[-1], *options)
         dloss = torch.ones_like(loss) if factor is None else factor.to(loss.dtype).expand(loss.shape)

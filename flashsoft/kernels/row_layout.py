@@ -69,9 +69,10 @@ class Layout:
         }
 
     def pairs(self, x: torch.Tensor) -> bool:
-        """Whether a thread has two neighbouring elements of 16 bits of x's tiles, or more."""
+        """Whether a thread has two neighbours in memory of 16 bits of x's tiles, or more."""
         elements = self.config.block_rows * self.config.block_cols
-        return x.element_size() == 2 and self.config.block_cols >= 2 and elements >= self.config.num_warps * 64
+        enough = self.config.block_cols >= 2 and elements >= self.config.num_warps * 64
+        return enough and x.element_size() == 2 and x.stride(-1) == 1
 
     def packed(self, *held: torch.Tensor) -> bool:
         """Whether tiles are held as they were read: of 16 bits, with 32 elements or more a thread."""

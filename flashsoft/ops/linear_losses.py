@@ -104,6 +104,7 @@ def _fused(
         )
         loss += losses.sum()
         gradients.add(rows, logits)
+        del logits  # before the next chunk's are made
     return loss if divisor is None else loss / divisor, *gradients.result()
 
 
@@ -145,6 +146,7 @@ def _rows(
         loss[rows], kept[rows], _, _ = module.cross_entropy_forward(
             logits, target[rows], class_weight, None, weight.shape[0], ignore_index, label_smoothing, z_loss, softcap
         )
+        del logits
     return loss, kept
 
 
@@ -181,7 +183,9 @@ def _rows_backward(
         dlogits = module.cross_entropy_backward(
             dloss[rows], logits, target[rows], class_weight, m, slope, 0, N, ignore_index, label_smoothing, softcap
         )
+        del logits
         gradients.add(rows, dlogits)
+        del dlogits
     return gradients.result()
 
 
