@@ -16,7 +16,7 @@ STATE, GRADIENT, OVERWRITE = "cross_entropy_state", "cross_entropy_gradient", "c
 WARPS = 8
 STATE_LOADS = 8  # of 16 bytes a thread, all under way before the first is used: 32 registers, 6 to 8 programs at a time
 GRADIENT_LOADS = 4  # whose elements are held in float32 as well, while they are stored
-INNER_TILES = 4  # of rows that lie across memory
+INNER_TILES = {2: 4, 4: 2}  # by element size, of rows that lie across memory
 SHORT = 4096  # bytes of a program's tile of short rows
 
 
@@ -36,7 +36,7 @@ def loss_config(op: str, n_cols: int, itemsize: int, rows_inner: bool, on: Devic
         block_rows = 128 // itemsize
         block_cols = min(whole, 8192 // (itemsize * block_rows))
         warps = max(block_rows * block_cols // 512, 4)
-        return RowConfig(block_rows, block_cols, warps, INNER_TILES if op == STATE else 1)
+        return RowConfig(block_rows, block_cols, warps, INNER_TILES[itemsize] if op == STATE else 1)
     if whole * itemsize <= SHORT:
         return RowConfig(SHORT // itemsize // whole, whole, 4)
     tile = WARPS * 32 * (16 // itemsize)
