@@ -15,6 +15,7 @@ from .api import (
     log_softmax,
     logsumexp,
     merge,
+    sample,
     scaled_dot_product_attention,
     softmax,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "merge",
+    "sample",
     "scaled_dot_product_attention",
     "softmax",
 ]

@@ -44,10 +44,10 @@ def dimension(x: Tensor, dim: Any, name: str = "x") -> int:
     return dim % ndim
 
 
-def output_dtype(dtype: Any) -> None:
+def output_dtype(dtype: Any, name: str = "dtype") -> None:
     """`dtype` is None or one that results can have."""
     if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {dtype}")
 
 
 def on_device(name: str, value: Tensor, other: str, device: torch.device) -> None:
@@ -140,9 +140,11 @@ def _contents_can_be_read(value: Tensor) -> bool:
     return env.CHECK and not traced and value.device.type != "meta"
 
 
-def temperature(value: Any, x: Tensor, dim: int) -> float | Tensor:
-    """A number > 0, or one a row."""
+def temperature(value: Any, x: Tensor, dim: int, *, zero: bool = False) -> float | Tensor:
+    """A number > 0 (or 0, if so said), or one a row."""
     if not isinstance(value, Tensor):
+        if zero and not isinstance(value, bool) and value == 0:
+            return 0.0
         return number("temperature", value, positive=True)
     tensor("temperature", value)
     if _contents_can_be_read(value) and not bool((value > 0).all()):
@@ -167,6 +169,21 @@ def top_k(value: Any, x: Tensor, dim: int) -> int | Tensor | None:
     return None if value >= x.shape[dim] else value
 
 
+def share(name: str, value: Any, x: Tensor, dim: int, *, zero: bool) -> float | Tensor | None:
+    """None, a number from 0 (itself only if so said) to 1, or one a row; a number that keeps all is None."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        tensor(name, value)
+        if _contents_can_be_read(value) and not bool(((value >= 0) & (value <= 1)).all()):
+            raise ValueError(f"{name} must be from 0 to 1 in every row, got an entry that is not")
+        return per_row(name, value, x, dim)
+    share = number(name, value)
+    if not (0.0 < share <= 1.0 or (zero and share == 0.0)):
+        raise ValueError(f"{name} must be {'>=' if zero else '>'} 0 and <= 1, got {value}")
+    return None if share == (0.0 if zero else 1.0) else share
+
+
 def bias(value: Any, shape: Sequence[int], other: str, device: torch.device) -> None:
     """None or a floating tensor that broadcasts to the scores."""
     if value is None:
@@ -174,6 +191,16 @@ def bias(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
     tensor("bias", value)
     on_device("bias", value, other, device)
     broadcastable("bias", value, shape, "the scores")
+
+
+def generator(value: Any, device: torch.device) -> None:
+    """None, or a generator of the device that numbers are drawn on."""
+    if value is None:
+        return
+    if not isinstance(value, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(value).__name__}")
+    if value.device.type != device.type:
+        raise ValueError(f"generator must be one of {device}, the device of logits, got {value.device}")
 
 
 def attention(query: Any, key: Any, value: Any) -> None:

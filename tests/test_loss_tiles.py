@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from flashsoft.kernels import interpreter  # noqa: F401 (before any kernel is launched)
-from flashsoft.kernels.softmax import exponential_folded, fold, softcapped
+from flashsoft.kernels.softcap import softcap
+from flashsoft.kernels.softmax import exponential_folded, fold
 from flashsoft.tuning.losses import GRADIENT, OVERWRITE, STATE, loss_config, pieces
 from flashsoft.tuning.rows import Device, parts
 
@@ -35,7 +36,7 @@ def folded_kernel(x, y, COLS: tl.constexpr):
 @triton.jit
 def softcap_kernel(x, y, cap, COLS: tl.constexpr):
     at = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    tl.store(y + at, softcapped(tl.load(x + at), cap))
+    tl.store(y + at, softcap(tl.load(x + at), cap))
 
 
 def run(kernel: object, x: Tensor, *args: float) -> Tensor:

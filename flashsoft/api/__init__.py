@@ -2,7 +2,7 @@
 
 from .attention import attention, explain, merge, scaled_dot_product_attention
 from .linear_losses import fused_linear_cross_entropy
-from .logits import fused_softmax
+from .logits import fused_softmax, sample
 from .losses import fused_cross_entropy
 from .rows import log_softmax, logsumexp, softmax
 
@@ -15,6 +15,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "merge",
+    "sample",
     "scaled_dot_product_attention",
     "softmax",
 ]

@@ -9,7 +9,7 @@ from .backward import attention_backward
 from .cross_entropy import cross_entropy_forward, cross_entropy_overwrite_forward, cross_entropy_state_forward
 from .cross_entropy_backward import cross_entropy_backward, scale_backward
 from .forward import attention_forward
-from .logits import fused_softmax_forward
+from .logits import fused_softmax_forward, sample_forward
 from .logits_backward import fused_softmax_backward
 from .rows import (
     log_softmax_backward,
@@ -33,6 +33,7 @@ __all__ = [
     "log_softmax_forward",
     "logsumexp_backward",
     "logsumexp_forward",
+    "sample_forward",
     "scale_backward",
     "softmax_backward",
     "softmax_forward",

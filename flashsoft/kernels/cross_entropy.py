@@ -29,7 +29,8 @@ from .launch import Launch, Tensors, launch
 from .loss_tiles import end_gradient, gradient, inside_tile, label_column, labels, part_state, read_end, scores
 from .row_layout import Layout, layout
 from .row_tiles import body_of, ends, load_all, load_ends, part_of, place, rows_of, scalar, store, store_ends
-from .softmax import finish, fold, merge_parts, of_state, pivot, softcapped
+from .softcap import softcap
+from .softmax import finish, fold, merge_parts, of_state, pivot
 from .tiles import fold_rows
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
@@ -59,7 +60,7 @@ def of_label(x, weight, column, own, stride, weight_stride, cap):
     """The label's score and weight (rows,) where it is the program's, else 0; the weight 1 without weights."""
     score = tl.sum(tl.load(x + (column * stride)[:, None], mask=own[:, None], other=0.0).to(tl.float32), 1)
     if cap is not None:
-        score = softcapped(score, cap)
+        score = softcap(score, cap)
     w = own.to(tl.float32)
     if weight is not None:
         w = tl.load(weight + column * weight_stride, mask=own, other=0.0).to(tl.float32)
@@ -95,7 +96,7 @@ def cross_entropy_state_kernel(
         end_inside = end_inside & (scalar(kept.to(tl.int32)) > 0)
         end_tile = load_ends(x, end_columns, end_inside, EMPTY)
         if cap is not None:
-            end_tile = tl.where(end_inside, softcapped(end_tile, cap), EMPTY)
+            end_tile = tl.where(end_inside, softcap(end_tile, cap), EMPTY)
     m, s, u, w_sum = part_state(
         tiles, end_tile, end_inside, end_columns, weight, weight_stride, kept, end, cap, None,
         SMOOTH, PAIRS, PACKED, TILES, BLOCK_COLS,
@@ -216,7 +217,7 @@ def cross_entropy_overwrite_kernel(
         end_inside = end_exists & (scalar(kept.to(tl.int32)) > 0)
         end_tile = load_ends(x, end_columns, end_inside, EMPTY)
         if cap is not None:
-            end_tile = tl.where(end_inside, softcapped(end_tile, cap), EMPTY)
+            end_tile = tl.where(end_inside, softcap(end_tile, cap), EMPTY)
     m, s, u, w_sum = part_state(
         tiles, end_tile, end_inside, end_columns, weight, weight_stride, kept, end, cap, nothing,
         SMOOTH, PAIRS, PACKED, TILES, BLOCK_COLS,

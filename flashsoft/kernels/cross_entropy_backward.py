@@ -17,7 +17,8 @@ from .launch import Launch, Tensors, launch
 from .loss_tiles import end_gradient, gradient, inside_tile, label_column, labels, read_end, scores
 from .row_layout import layout
 from .row_tiles import body_of, ends, load, load_ends, part_of, place, rows_of, scalar, store, store_ends
-from .softmax import fold, softcapped
+from .softcap import softcap
+from .softmax import fold
 from .tiles import row_offset
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
@@ -65,7 +66,7 @@ def cross_entropy_backward_kernel(
         end_inside = end_exists & (scalar(kept.to(tl.int32)) > 0)
         end_tile = load_ends(x, end_columns, end_inside, EMPTY)
         if cap is not None:
-            end_tile = tl.where(end_inside, softcapped(end_tile, cap), EMPTY)
+            end_tile = tl.where(end_inside, softcap(end_tile, cap), EMPTY)
         end_out = end_gradient(
             end_tile, weight, weight_stride, c, at, slope, share, hit, column, end_columns, end_inside, cap, SMOOTH
         )

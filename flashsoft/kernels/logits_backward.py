@@ -1,8 +1,9 @@
 """The gradients of fused softmax, from y: to x, temperature, and a bias of any broadcast form.
 
-With z = x / T + bias: dz = y * (dy - sum(y * dy) + dlse), dx = dz / T, dT = -sum(dz * x) / T^2. y is 0 where
-nothing was kept, so mask and top-k are not needed again. Every sum has a fixed order; there are no atomics.
-y, dy and, for dT, x are read once and dx written once; rows too wide for a tile read y and dy again, from L2.
+With c = softcap(scale * x) and z = c / T + bias: dz = y * (dy - sum(y * dy) + dlse), dc = dz / T, and
+dT = -sum(dz * c) / T^2. y is 0 where nothing was kept, so masks and limits are not needed again. Every sum has a fixed
+order; there are no atomics. y, dy and, for dT and a softcap, x are read once and dx written once; rows too wide for a
+tile read y and dy again, from L2.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import triton.language as tl
 
 from ..tuning import logits as tuning
 from .launch import Launch, Tensors, launch
-from .scores import fold_given, row_inverse, split_temperature
+from .options import row_inverse, split_temperature
+from .scores import fold_given, raw_score
+from .softcap import softcap_slope
 from .tiles import fold_rows, row_offset
 
 
@@ -45,18 +48,24 @@ def row_shift(dot, dlse_ptr, row, live, sizes, strides):
 
 
 @triton.jit
-def kept_product(dz, y, x_rows, x_step, columns, inside):
-    """dz * x where kept."""
+def kept_x(y, x_rows, x_step, columns, inside):
+    """x where kept, elsewhere 0."""
     j = columns[None, :].to(tl.int64)
     x = tl.load(x_rows[:, None] + j * x_step, mask=inside, other=0.0).to(tl.float32)
-    return dz * tl.where(y == 0.0, 0.0, x)
+    return tl.where(y == 0.0, 0.0, x)
 
 
 @triton.jit
-def store_gradients(dz, scale, dx_rows, dx_step, dbias_ptr, dbias_at, columns, inside):
-    """dx = dz / T, and dz as the gradient of a bias of x's size, contiguous."""
+def store_gradients(
+    dz, y, inverse, factor, cap, x_rows, x_step, dx_rows, dx_step, dbias_ptr, dbias_at, columns, inside
+):  # fmt: skip
+    """dx, and dz as the gradient of a bias of x's size, contiguous."""
     j = columns[None, :].to(tl.int64)
-    dx = dz * scale[:, None]
+    dx = dz * inverse[:, None]
+    if cap is not None:
+        dx *= softcap_slope(raw_score(kept_x(y, x_rows, x_step, columns, inside), factor, None), cap)
+    if factor is not None:
+        dx *= factor
     tl.store(dx_rows[:, None] + j * dx_step, dx.to(dx_rows.dtype.element_ty), mask=inside)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + (dbias_at[:, None] + j), dz.to(dbias_ptr.dtype.element_ty), mask=inside)
@@ -72,8 +81,8 @@ def store_row(ptr, row, live, value):
 @triton.jit(do_not_specialize=["rows"])
 def backward_kernel(
     dy_ptr, dlse_ptr, x_ptr, y_ptr, temperature_ptr, dx_ptr, dtemperature_ptr, dbias_ptr,
-    shift_ptr, total_ptr, inverse, rows, N, sizes,
-    dy_strides, dlse_strides, x_strides, y_strides, temperature_strides, dx_strides,
+    shift_ptr, total_ptr, inverse, factor, cap, rows, N, sizes,
+    dy_strides, dlse_strides, x_strides, y_strides, dx_strides,
     dy_step, x_step, y_step, dx_step,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +93,7 @@ def backward_kernel(
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    scale, _ = row_inverse(inverse, temperature_ptr, row, live, sizes, temperature_strides, WITH_BIAS=False)
+    inverse, _ = row_inverse(inverse, temperature_ptr, row, live, WITH_BIAS=False)
     dy_rows = dy_ptr + row_offset(row, sizes, dy_strides)
     y_rows = y_ptr + row_offset(row, sizes, y_strides)
     dx_rows = dx_ptr + row_offset(row, sizes, dx_strides)
@@ -98,10 +107,12 @@ def backward_kernel(
         y, dy = weights_tile(y_rows, y_step, dy_rows, dy_step, columns, inside)
         shift = row_shift(tl.sum(y * dy, 1), dlse_ptr, row, live, sizes, dlse_strides)
         dz = score_gradient(y, dy, shift)
-        store_gradients(dz, scale, dx_rows, dx_step, dbias_ptr, dbias_at, columns, inside)
+        store_gradients(
+                dz, y, inverse, factor, cap, x_rows, x_step, dx_rows, dx_step, dbias_ptr, dbias_at, columns, inside
+            )  # fmt: skip
         total = tl.sum(dz, 1)
         if dtemperature_ptr is not None:
-            product = tl.sum(kept_product(dz, y, x_rows, x_step, columns, inside), 1)
+            product = tl.sum(dz * raw_score(kept_x(y, x_rows, x_step, columns, inside), factor, cap), 1)
     else:
         dots = tl.zeros((ROWS, BLOCK), tl.float32)
         for start in range(0, N, BLOCK):
@@ -117,17 +128,19 @@ def backward_kernel(
             inside = live[:, None] & (columns < N)[None, :]
             y, dy = weights_tile(y_rows, y_step, dy_rows, dy_step, columns, inside)
             dz = score_gradient(y, dy, shift)
-            store_gradients(dz, scale, dx_rows, dx_step, dbias_ptr, dbias_at, columns, inside)
+            store_gradients(
+                dz, y, inverse, factor, cap, x_rows, x_step, dx_rows, dx_step, dbias_ptr, dbias_at, columns, inside
+            )  # fmt: skip
             totals += dz
             if dtemperature_ptr is not None:
-                products += kept_product(dz, y, x_rows, x_step, columns, inside)
+                products += dz * raw_score(kept_x(y, x_rows, x_step, columns, inside), factor, cap)
         total = tl.sum(totals, 1)
         product = tl.sum(products, 1)
 
     store_row(shift_ptr, row, live, shift)
     store_row(total_ptr, row, live, total)
     if dtemperature_ptr is not None:
-        store_row(dtemperature_ptr, row, live, -product * scale * scale)
+        store_row(dtemperature_ptr, row, live, -product * inverse * inverse)
 
 
 @triton.jit
@@ -164,16 +177,16 @@ def bias_gradient_kernel(
     tl.store(out_ptr + (split * B + b) * N + columns, out.to(out_ptr.dtype.element_ty), mask=columns < N)
 
 
-def _plan(inputs: Tensors, outputs: Tensors, inverse: float) -> Launch:
-    dy, dlse, x, y, row_temperature = inputs
+def _plan(inputs: Tensors, outputs: Tensors, *numbers: float | None) -> Launch:
+    dy, dlse, x, y, _ = inputs
     dx = outputs[0]
     N, rows = x.shape[-1], x.numel() // x.shape[-1]
     row_dlse = None if dlse is None else dlse.unsqueeze(-1)
-    sizes, strides = fold_given(dy, row_dlse, x, y, row_temperature, dx)
+    sizes, strides = fold_given(dy, row_dlse, x, y, dx)
     steps = (dy.stride(-1), x.stride(-1), y.stride(-1), dx.stride(-1))
     config = tuning.backward(N)
     options = dict(ROWS=config.rows, BLOCK=config.block, ONE_TILE=config.one_tile, num_warps=config.num_warps)
-    args = (inverse, rows, N, sizes, *strides, *steps)
+    args = (*numbers, rows, N, sizes, *strides, *steps)
     return Launch(backward_kernel, triton.cdiv(rows, config.rows), args, options)
 
 
@@ -183,12 +196,14 @@ def fused_softmax_backward(
     x: torch.Tensor,
     y: torch.Tensor,
     temperature: float | torch.Tensor,
+    scale: float | None,
+    softcap: float | None,
     bias: torch.Tensor | None,
     need_temperature: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """dx, dtemperature (one a row), dbias (as bias); the last two None unless needed; see `reference`."""
     dx = torch.empty_like(x)
-    row_temperature, inverse = split_temperature(temperature, with_bias=False)
+    row_temperature, inverse = split_temperature(temperature, x, with_bias=False)
     dtemperature = None
     if need_temperature and row_temperature is not None:
         dtemperature = row_temperature.new_empty(row_temperature.shape)
@@ -204,7 +219,7 @@ def fused_softmax_backward(
             shift = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         else:
             total = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    launch(_plan, (dy, dlse, x, y, row_temperature), (dx, dtemperature, dbias, shift, total), inverse)
+    launch(_plan, (dy, dlse, x, y, row_temperature), (dx, dtemperature, dbias, shift, total), inverse, scale, softcap)
     if bias is not None and shift is not None:
         dbias = _bias_gradient(dy, y, shift, bias)
     if bias is not None and total is not None:

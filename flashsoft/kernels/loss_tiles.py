@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from .row_tiles import again, scalar
-from .softmax import exponential_folded, fold, pivot, softcapped
+from .softcap import softcap
+from .softmax import exponential_folded, fold, pivot
 from .tiles import row_offset
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
@@ -71,7 +72,7 @@ def scores(tile, kept, start, end, cap, nothing, PACKED: tl.constexpr, BLOCK_COL
     """A tile as it was read, padded with -inf, as scores: in float32, capped."""
     x = again(tile, nothing, PACKED)
     if cap is not None:
-        x = tl.where(inside_tile(kept, start, end, BLOCK_COLS), softcapped(x, cap), EMPTY)
+        x = tl.where(inside_tile(kept, start, end, BLOCK_COLS), softcap(x, cap), EMPTY)
     return x
 
 
@@ -96,7 +97,7 @@ def part_state(
         top = larger(top, tiles[t], PAIRS)
     m = tl.max(top.to(tl.float32), 1)
     if cap is not None:  # the cap keeps the order
-        m = tl.where(kept & (end > 0), softcapped(m, cap), EMPTY)
+        m = tl.where(kept & (end > 0), softcap(m, cap), EMPTY)
     if end_tile is not None:
         m = tl.maximum(m, tl.max(end_tile, 0))
     c, at, unit = fold(m)

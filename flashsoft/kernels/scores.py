@@ -1,4 +1,4 @@
-"""Scores of the fused logits kernels: x, temperature, bias, mask and band, a tile at a time."""
+"""Scores of the logits kernels: x, scale, softcap, temperature, bias, mask and band, a tile at a time."""
 
 from __future__ import annotations
 
@@ -6,47 +6,52 @@ import torch
 import triton
 import triton.language as tl
 
+from .softcap import softcap
 from .tiles import fold_rows, row_offset
 
-MAX_INVERSE = 1e38  # 1 / T stays finite, so that (x - m) / T is 0 at the maximum however small T is
-MAX_INVERSE_WITH_BIAS = 1e30  # and x / T + bias stays finite too, for scores to 1e8
-MIN_INVERSE = 1.2e-38  # and is normal, so that -inf / T is -inf however large T is
-LARGEST: tl.constexpr = tl.constexpr(MAX_INVERSE)
-LARGEST_WITH_BIAS: tl.constexpr = tl.constexpr(MAX_INVERSE_WITH_BIAS)
-SMALLEST: tl.constexpr = tl.constexpr(MIN_INVERSE)
+
+@triton.jit
+def raw_score(x, factor, cap):
+    """x as it is divided by T: times the scale, and capped; both may be None."""
+    if factor is not None:
+        x = x * factor
+    if cap is not None:
+        x = softcap(x, cap)
+    return x
 
 
 @triton.jit
-def row_inverse(inverse, temperature_ptr, row, live, sizes, strides, WITH_BIAS: tl.constexpr):
-    """1 / T of each row, finite and positive, and which rows become NaN for a T that is NaN or negative."""
-    if temperature_ptr is not None:
-        MOST: tl.constexpr = LARGEST_WITH_BIAS if WITH_BIAS else LARGEST
-        T = tl.load(temperature_ptr + row_offset(row, sizes, strides), mask=live, other=1.0).to(tl.float32)
-        scale = tl.minimum(tl.maximum(1.0 / tl.where(T > 0.0, T, 1.0), SMALLEST), MOST)
-        return tl.where(T == 0.0, MOST, scale), (T >= 0.0) == 0
-    else:
-        return tl.zeros_like(row).to(tl.float32) + inverse, row < 0
+def score_offsets(row, sizes, x_strides, mask_strides, bias_strides):
+    """Where rows (rows,) begin in x, mask and bias, and their place in a band."""
+    x_at, mask_at = row_offset(row, sizes, x_strides), row_offset(row, sizes, mask_strides)
+    return x_at, mask_at, row_offset(row, sizes, bias_strides), (row % sizes[0]).to(tl.int32)
 
 
 @triton.jit
-def score_tile(
-    columns, inside, x_ptr, x_at, x_step, mask_ptr, mask_at, mask_step, bias_ptr, bias_at, bias_step,
-    inverse, i, lo, hi,
-):  # fmt: skip
+def score_tile(columns, inside, source):
     """Scores (rows, columns), fp32; -inf where not `inside`, masked, or out of the band lo <= j - i <= hi.
 
-    With a bias they are x / T + bias, otherwise x alone: equals and order are then those of x. What is not
-    kept is selected away, so that nothing that stands there matters. Rows begin at offsets x_at, mask_at, ...
+    source: (x_ptr, mask_ptr, bias_ptr), `score_offsets`, their steps from column to column, (1 / T of each row, scale,
+    softcap), (lo, hi).
+
+    Without a bias they are those before the division by T: equals and order are then those of x. What is not kept is
+    selected away, so that nothing that stands there matters.
     """
+    tensors, at, steps, numbers, band = source
+    x_ptr, mask_ptr, bias_ptr = tensors
+    inverse, factor, cap = numbers
+    i = at[3]
+    lo, hi = band
     j = columns[None, :]
     wide_j = j.to(tl.int64)
-    score = tl.load(x_ptr + (x_at[:, None] + wide_j * x_step), mask=inside, other=0.0).to(tl.float32)
+    score = tl.load(x_ptr + (at[0][:, None] + wide_j * steps[0]), mask=inside, other=0.0).to(tl.float32)
+    score = raw_score(score, factor, cap)
     keep = inside
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + (bias_at[:, None] + wide_j * bias_step), mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + (at[2][:, None] + wide_j * steps[2]), mask=inside, other=0.0)
         score = score * inverse[:, None] + bias.to(tl.float32)
     if mask_ptr is not None:
-        keep = keep & (tl.load(mask_ptr + (mask_at[:, None] + wide_j * mask_step), mask=inside, other=0) != 0)
+        keep = keep & (tl.load(mask_ptr + (at[1][:, None] + wide_j * steps[1]), mask=inside, other=0) != 0)
     if lo is not None:
         keep = keep & (j - i[:, None] >= lo)
     if hi is not None:
@@ -55,22 +60,15 @@ def score_tile(
 
 
 @triton.jit
-def store_lse(lse_ptr, row, live, lse, poisoned, s):
-    """Writes lse, NaN for a row with mass and without a temperature; returns which rows those are."""
-    poisoned = poisoned & (s != 0.0)
-    tl.store(lse_ptr + row, tl.where(poisoned, float("nan"), lse), mask=live)
-    return poisoned
+def score_scale(inverse, WITH_BIAS: tl.constexpr):
+    """What the scores are to be multiplied with still."""
+    if WITH_BIAS:
+        return tl.full(inverse.shape, 1.0, tl.float32)
+    else:
+        return inverse
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------
-
-
-def split_temperature(temperature: float | torch.Tensor, with_bias: bool) -> tuple[torch.Tensor | None, float]:
-    """A temperature a row, or 1 / T for all of them."""
-    if isinstance(temperature, torch.Tensor):
-        return temperature, 1.0
-    most = MAX_INVERSE_WITH_BIAS if with_bias else MAX_INVERSE
-    return None, min(max(1.0 / temperature, MIN_INVERSE), most)
 
 
 def last_stride(tensor: torch.Tensor | None) -> int:

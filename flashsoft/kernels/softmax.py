@@ -128,19 +128,3 @@ def finish(m, s, scale=1.0):
     inverse = tl.where(s == 0.0, 0.0, tl.where(s == float("inf"), float("nan"), 1.0 / s))
     lse = tl.where(s == 0.0, float("-inf"), pivot(m) * scale + tl.log2(s) * LN2)
     return inverse, lse
-
-
-@triton.jit
-def softcapped(x, cap):
-    """cap * tanh(x / cap), to a few ulp; cap > 0."""
-    u = x * (1.0 / cap)
-    e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
-    t = (1.0 - e) / (1.0 + e)
-    square = u * u
-    # near 0 the difference 1 - e would cancel: the series of tanh, whose next term is below 1e-8 of it
-    series = 62.0 / 2835.0
-    series = series * square - 17.0 / 315.0
-    series = series * square + 2.0 / 15.0
-    series = series * square - 1.0 / 3.0
-    series = u + u * square * series
-    return cap * tl.where(square < 0.0625, series, tl.where(u < 0.0, -t, t))

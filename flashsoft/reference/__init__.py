@@ -5,7 +5,7 @@ last dimension, tensors may have any strides, and half precision is computed in 
 """
 
 from .attention import attention_backward, attention_forward
-from .logits import fused_softmax_backward, fused_softmax_forward
+from .logits import fused_softmax_backward, fused_softmax_forward, sample_forward
 from .losses import (
     cross_entropy_backward,
     cross_entropy_forward,
@@ -35,6 +35,7 @@ __all__ = [
     "log_softmax_forward",
     "logsumexp_backward",
     "logsumexp_forward",
+    "sample_forward",
     "scale_backward",
     "softmax_backward",
     "softmax_forward",

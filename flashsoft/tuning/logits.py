@@ -13,8 +13,14 @@ PER_WARP = 256  # scores of a tile a warp takes: 8 a thread. At 16 some of these
 ONE_TILE = 16384  # widest row kept on chip, 32 scores a thread of 16 warps; half that for two tiles
 WIDE_BLOCK = 8192  # tile of a wider row, 16 scores a thread of 16 warps; half that for two tiles
 BIAS_TILE = 2048  # y and dy of a program that sums over rows
-PART_TILE, PART_TILES = 2048, 4  # tiles of a part of a wide row, 4 scores a thread of 16 warps
-MOST_SLOTS = 8192  # candidates of a row that one program chooses from
+PART, PART_WARPS = 8192, 16  # a part of a wide row, 16 scores a thread
+LOOP_BLOCK = 16384  # of a row that is looped over, 32 scores a thread of 16 warps
+FEW = 2048  # of its scores, at which it is looped over no more
+CHUNKS = (32, 16, 8)  # columns of which the largest score is kept; wider in rows of more than MOST_CHUNKS
+MOST_CHUNKS = 16384
+MOST_CHOSEN = 8192  # scores that a row's choice is made from
+CHOSEN = 128  # chunks to choose from where it is not known how many are needed
+CHOOSE_WARPS, CHOOSE_TILE = 8, 2048  # 16 are 7 to 17 % slower, 4 10 to 20 % (top-k 50 of 128,256)
 PROGRAMS = 512  # programs that fill today's largest GPUs a few times over
 
 
@@ -29,13 +35,17 @@ class LogitsConfig:
 
 
 @dataclass(frozen=True)
-class CandidatesConfig:
-    """Parts of `tiles` tiles, each of which leaves up to `most` candidates; see kernels/candidates.py."""
+class WideConfig:
+    """A wide row: columns of a part and a chunk, chunks to choose from (0: none), a loop's block and when it ends."""
 
-    tile: int
-    tiles: int
-    most: int
-    num_warps: int
+    part: int
+    chunk: int
+    chosen: int
+    block: int
+    few: int
+    part_warps: int
+    choose_warps: int
+    loop_warps: int
 
 
 @dataclass(frozen=True)
@@ -53,22 +63,21 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def forward(N: int, top_k: bool) -> LogitsConfig:
-    """For rows of N scores; top-k holds their keys as well."""
-    return _rows(N, ONE_TILE // 2 if top_k else ONE_TILE, WIDE_BLOCK)
+def forward(N: int, limited: bool) -> LogitsConfig:
+    """For rows of N scores; top-k, top-p and min-p hold their keys as well."""
+    return _rows(N, ONE_TILE // 2 if limited else ONE_TILE, WIDE_BLOCK)
 
 
-def candidates(N: int, k: int) -> CandidatesConfig | None:
-    """For the k largest of rows of N scores; None for rows that fit one tile, for a large k, and without top-k (0)."""
-    most, parts = power_of_two(k + k // 2), -(-N // (PART_TILE * PART_TILES))
-    if not 0 < k < N or forward(N, True).one_tile or power_of_two(parts) * most > MOST_SLOTS:
-        return None
-    return CandidatesConfig(PART_TILE, PART_TILES, most, 16)
-
-
-def warps_of(scores: int) -> int:
-    """For one tile of so many scores."""
-    return min(max(scores // PER_WARP, 1), 16)
+def wide(N: int, limited: bool, k: int | None) -> WideConfig:
+    """For rows that do not fit one tile; k is the number of top-k, None if it is not one or not given."""
+    chosen = 0 if not limited else CHOSEN if k is None else power_of_two(k)
+    least = power_of_two(N) // MOST_CHUNKS
+    fitting = [chunk for chunk in CHUNKS if chunk >= least and chosen * chunk <= MOST_CHOSEN]
+    chunk = fitting[0] if fitting else max(CHUNKS[0], least)
+    if chosen * chunk > MOST_CHOSEN:
+        chosen = 0
+    choose_warps = CHOOSE_WARPS if max(chosen * chunk, -(-N // chunk) // 2) <= CHOOSE_TILE else 16
+    return WideConfig(max(PART, chunk), chunk, chosen, LOOP_BLOCK, FEW, PART_WARPS, choose_warps, 16)
 
 
 def backward(N: int) -> LogitsConfig:
@@ -81,7 +90,7 @@ def _rows(N: int, widest: int, wide_block: int) -> LogitsConfig:
     if block > widest:
         return LogitsConfig(1, wide_block, False, 16)
     together = max(TILE // block, 1)
-    return LogitsConfig(together, block, True, warps_of(together * block))
+    return LogitsConfig(together, block, True, min(max(together * block // PER_WARP, 1), 16))
 
 
 def bias_gradient(N: int, bias_rows: int, reduced_rows: int) -> BiasGradientConfig:
