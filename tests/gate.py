@@ -39,6 +39,7 @@ ALLOWED_SPILLS: dict[tuple[str, str], int] = {
     ("80", "attention_forward_kernel"): 8,
     ("80", "attention_backward_keys_kernel"): 32,
     ("80", "softmax_backward_kernel"): 8,
+    ("80", "cross_entropy_overwrite_kernel"): 8,
     ("90", "attention_forward_kernel"): 8,
     ("gfx942", "attention_backward_keys_kernel"): 95,
 }

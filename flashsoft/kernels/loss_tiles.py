@@ -159,12 +159,12 @@ def gradient(
         only = tl.where((place >= 0) & (place < BLOCK_COLS), place, -1).to(tl.int32)
         out = tl.where(tl.arange(0, BLOCK_COLS)[None, :] == only[:, None], out - hit[:, None], out)
     if cap is not None:
-        out = out * softcap_slope(x, cap)
+        out = out * capped_slope(x, cap)
     return out
 
 
 @triton.jit
-def softcap_slope(x, cap):
+def capped_slope(x, cap):
     """The derivative of the soft cap where it gave x."""
     u = x * (1.0 / cap)
     return tl.maximum(1.0 - u * u, 0.0)  # 0 for padding
@@ -183,5 +183,5 @@ def end_gradient(
             out -= scalar(share)
     out = tl.where(end_columns == scalar(column), out - scalar(hit), out)
     if cap is not None:
-        out = out * softcap_slope(x, cap)
+        out = out * capped_slope(x, cap)
     return out

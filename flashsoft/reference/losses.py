@@ -43,18 +43,19 @@ def cross_entropy_state_forward(
     """States (kinds, ...) of rows x (..., N), which are the classes from `first` on; (-inf, 0) of rows not kept."""
     z, N = _scores(x, softcap), x.shape[-1]
     label, own, kept = _labels(target, first, N, ignore_index)
-    z = z.masked_fill(~kept.unsqueeze(-1), NEG_INF)
-    m = z.amax(-1) if N else z.new_full(target.shape, NEG_INF)
+    ignored = ~kept.unsqueeze(-1)
+    m = z.amax(-1).masked_fill_(~kept, NEG_INF) if N else z.new_full(target.shape, NEG_INF)
     away = z - pivot(m).unsqueeze(-1)
     zero = torch.zeros_like(m)
-    state = [m, torch.exp(away).sum(-1), zero]
+    p = torch.exp(away) if smooth else away.exp_()
+    state = [m, p.masked_fill_(ignored, 0.0).sum(-1), zero]
     if N:
         state[2] = torch.where(own, z.gather(-1, label.unsqueeze(-1)).squeeze(-1), zero)
     w = None if weight is None else weight.to(z.dtype)
     if w is not None:
         state.append(torch.where(own, w[label], zero) if N else zero)
     if smooth:
-        away = away.masked_fill(~kept.unsqueeze(-1), 0.0)
+        away = away.masked_fill_(ignored, 0.0)
         ones = torch.ones_like(m) * N if w is None else w.sum().expand(m.shape)
         state += [away.sum(-1) if w is None else (away * w).sum(-1), torch.where(kept, ones, zero)]
     return torch.stack(state)
@@ -123,18 +124,19 @@ def cross_entropy_backward(
     z = _scores(x, softcap)
     label, own, kept = _labels(target, first, x.shape[-1], ignore_index)
     by = torch.where(kept, dloss.to(z.dtype), 0.0)
-    z = z.masked_fill(~kept.unsqueeze(-1), 0.0)
-    dx = torch.exp(z - pivot(m).unsqueeze(-1)) if z.shape[-1] else z
-    dx = (dx * (slope * by).unsqueeze(-1)).masked_fill(~kept.unsqueeze(-1), 0.0)
+    dx = torch.exp(z - pivot(m).unsqueeze(-1))
+    dx.mul_((slope * by).unsqueeze(-1))
     w = None if weight is None else weight.to(z.dtype)
     if label_smoothing > 0.0:
         share = (by * (label_smoothing / classes)).unsqueeze(-1)
-        dx = dx - (share if w is None else share * w)
+        dx.sub_(share if w is None else share * w)
     hit = torch.where(own, (1.0 - label_smoothing) * by, 0.0)
-    dx = dx.scatter_add(-1, label.unsqueeze(-1), -(hit if w is None else hit * w[label]).unsqueeze(-1))
+    dx.scatter_add_(-1, label.unsqueeze(-1), -(hit if w is None else hit * w[label]).unsqueeze(-1))
     if softcap is not None:
-        dx = dx * (1.0 - (z / softcap).square())
-    return torch.empty_like(x).copy_(dx)
+        dx.mul_(1.0 - (z / softcap).square())
+    dx.masked_fill_(~kept.unsqueeze(-1), 0.0)
+    as_x = torch.empty_like(x)
+    return dx if (dx.dtype, dx.stride()) == (x.dtype, as_x.stride()) else as_x.copy_(dx)
 
 
 def cross_entropy_overwrite_forward(
