@@ -9,6 +9,8 @@ torch.Size([1, 2, 5, 16])
 from .api import (
     attention,
     explain,
+    fused_cross_entropy,
+    fused_linear_cross_entropy,
     fused_softmax,
     log_softmax,
     logsumexp,
@@ -19,7 +21,7 @@ from .api import (
 )
 from .errors import BackendUnavailableError
 from .masks import Causal, Window
-from .modules import FusedAttention, FusedSoftmax, KVCache, LogSoftmax, Softmax
+from .modules import FusedAttention, FusedCrossEntropyLoss, FusedSoftmax, KVCache, LogSoftmax, Softmax
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,7 @@ __all__ = [
     "BackendUnavailableError",
     "Causal",
     "FusedAttention",
+    "FusedCrossEntropyLoss",
     "FusedSoftmax",
     "KVCache",
     "LogSoftmax",
@@ -34,6 +37,8 @@ __all__ = [
     "Window",
     "attention",
     "explain",
+    "fused_cross_entropy",
+    "fused_linear_cross_entropy",
     "fused_softmax",
     "log_softmax",
     "logsumexp",

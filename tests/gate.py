@@ -39,6 +39,7 @@ ALLOWED_SPILLS: dict[tuple[str, str], int] = {
     ("80", "attention_forward_kernel"): 8,
     ("80", "attention_backward_keys_kernel"): 32,
     ("80", "softmax_backward_kernel"): 8,
+    ("80", "cross_entropy_overwrite_kernel"): 8,
     ("90", "attention_forward_kernel"): 8,
     ("gfx942", "attention_backward_keys_kernel"): 95,
 }
@@ -65,6 +66,7 @@ MEASURED = "90"
 ELSEWHERE = re.compile(
     r"attention-(fp16-d64v64-causal|bf16-d128v128-(causal|bool)|bf16-d256v256-causal|fp32-.*)$"
     r"|softmax-(fp32-(100|32768|1000001)|bf16-(4096|50257|128256))$|logsumexp-(fp32-200000|bf16-inner)$"
+    r"|cross_entropy(_overwrite)?-(fp32-(100|32768)|bf16-(4096|50257|128256)(-everything)?)$|cross_entropy-bf16-inner$"
     r"|fused-(bf16-(100|50000)-everything|fp32-(4096|128256)-top_k|fp16-causal)$"
 )
 
@@ -114,6 +116,20 @@ def logits(dtype: torch.dtype, *shape: int, **options: Any) -> Call:
     return call
 
 
+def losses(dtype: torch.dtype, *shape: int, dim: int = -1, inplace: bool = False, **options: Any) -> Call:
+    def call() -> None:
+        import flashsoft
+
+        x = torch.empty(*shape, dtype=dtype, requires_grad=True)
+        target = torch.zeros(x.movedim(dim, -1).shape[:-1], dtype=torch.int64)
+        chosen = {k: v() if callable(v) else v for k, v in options.items()}
+        flashsoft.fused_cross_entropy(
+            x.clone() if inplace else x, target, dim=dim, inplace_backward=inplace, **chosen
+        ).backward()
+
+    return call
+
+
 def cases() -> dict[str, Call]:
     """Every op, type, width class and mask for which a launcher chooses another config or kernel."""
     table: dict[str, Call] = {}
@@ -158,6 +174,20 @@ def cases() -> dict[str, Call]:
             mask=lambda n=n: torch.ones(64, n, dtype=torch.bool),
             bias=lambda n=n: torch.zeros(n, requires_grad=True),
         )
+    for dtype, widths in (
+        ("fp32", (100, 1024, 8192, 32_768, 200_000)),
+        ("bf16", (100, 1000, 4096, 16_384, 50_257, 128_256, 1_000_000)),
+        ("fp16", (50_257,)),
+    ):
+        for n in widths:
+            for name, inplace in (("cross_entropy", False), ("cross_entropy_overwrite", True)):
+                table[f"{name}-{dtype}-{n}"] = losses(types[dtype], 64, n, inplace=inplace)
+    for n in (1000, 50_257, 128_256):
+        for name, inplace in (("cross_entropy", False), ("cross_entropy_overwrite", True)):
+            everything = {"weight": lambda n=n: torch.ones(n), "label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
+            table[f"{name}-bf16-{n}-everything"] = losses(torch.bfloat16, 64, n, inplace=inplace, **everything)
+    table["cross_entropy-bf16-128256-smoothing"] = losses(torch.bfloat16, 64, 128_256, label_smoothing=0.1)
+    table["cross_entropy-bf16-inner"] = losses(torch.bfloat16, 8, 1000, 64, dim=1)
     import flashsoft
 
     table["fused-fp16-causal"] = logits(torch.float16, 4, 1024, 1024, mask=flashsoft.Causal())

@@ -138,7 +138,7 @@ def test_only_the_primitive_takes_exponentials(path: Path) -> None:
 
 
 def test_every_softmax_kernel_calls_the_primitive() -> None:
-    for name in ("forward", "backward", "rows", "logits"):
+    for name in ("forward", "backward", "rows", "logits", "cross_entropy", "cross_entropy_backward", "loss_tiles"):
         path = ROOT / "kernels" / f"{name}.py"
         assert "kernels.softmax" in set(imports(path)), f"{name}.py does not use kernels/softmax.py"
 
@@ -196,7 +196,8 @@ def test_everything_public_has_a_docstring_with_an_example() -> None:
     for name in flashsoft.__all__:
         public = getattr(flashsoft, name)
         assert public.__doc__, f"{name} has no docstring"
-    for name in ("attention", "explain", "fused_softmax", "log_softmax", "logsumexp", "merge", "softmax"):
+    losses = ("fused_cross_entropy", "fused_linear_cross_entropy")
+    for name in (*losses, "attention", "explain", "fused_softmax", "log_softmax", "logsumexp", "merge", "softmax"):
         assert ">>>" in getattr(flashsoft, name).__doc__, f"{name} has no example"
     assert ">>>" in flashsoft.scaled_dot_product_attention.__doc__
 

@@ -19,6 +19,7 @@ SAYS = {
     "05_transformer_block": "100%",
     "06_generate": "cache has room for 200 tokens",
     "07_seven_steps": "7 exchanged       1.00 N  1.00 N  100%",
+    "08_train_without_logits": "the same loss, and the same 11 gradients",
 }
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from .. import checks, direct, dispatch, masks, ops
 from ..masks import MaskLike
 from ..reference import softmax as law
-
-# a constant, since torch 2.11 cannot trace the question
-AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.autocast_mode.is_autocast_available(kind))
+from .autocast import autocast
 
 HALF = (torch.float16, torch.bfloat16)  # float32 attention also depends on what torch allows its products to be
 
@@ -82,7 +80,7 @@ def attention(
     >>> lse[0, 0]
     tensor([0.0000, 0.6931, 1.0986])
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     if masks.banded(mask) and getattr(query, "dtype", None) in HALF:
         out, lse = direct.again(_attention, (query, key, value), mask, scale, backend)
     else:
@@ -109,19 +107,6 @@ def _attention(
         checks.backend(backend),
     )
     return out, lse
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, floating tensors in its dtype, as torch does for its own attention."""
-    if not torch._C._is_any_autocast_enabled():
-        return tensors
-    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else ""
-    if device_type not in AUTOCAST or not torch.is_autocast_enabled(device_type):
-        return tensors
-    if not all(isinstance(t, Tensor) for t in tensors):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def scaled_dot_product_attention(
@@ -225,7 +210,7 @@ def explain(
     reference runs this
     triton does not: reference was asked for
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     checks.attention(query, key, value)
     checks.mask(mask, (*query.shape[:3], key.shape[2]), "query", query.device)
     return dispatch.explain(dispatch.Problem("attention", query.device, query.dtype), backend)

@@ -8,6 +8,7 @@ After `repair`:
 
 - casts to bfloat16 and float8 round to nearest even; float8 saturates, as on the GPU;
 - arithmetic and reductions of such values are done in float32, each result rounded back;
+- a fused multiply-add rounds once;
 - a dot product of such values is that of the rounded inputs, accumulated in the accumulator's dtype;
 - loop bounds may be tensors, and `input_precision` may be "bf16x3" or "bf16x6" (computed as float32);
 - infinities and NaN come about without NumPy's warnings;
@@ -135,6 +136,16 @@ def _repair_arithmetic(builder: Any) -> None:
 
         return wrap
 
+    def once(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+            if x.data.dtype != np.float32:
+                return stock(self, x, y, z)
+            exact = x.data.astype(np.float64) * y.data + z.data  # the product is exact in float64
+            return type(x)(exact.astype(np.float32), x.dtype.scalar)
+
+        return create_fma
+
+    _wrap(builder, "create_fma", once)
     for name, operands in (("unary_op", 1), ("binary_op", 2), ("ternary_op", 3), ("create_fma", 3)):
         _wrap(builder, name, widened(operands))
 

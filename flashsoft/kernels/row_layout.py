@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from ..tuning.rows import FORWARD, Parts, RowConfig, device, parts, row_config
+from ..tuning.rows import BACKWARD, FORWARD, Parts, RowConfig, device, parts, row_config
 from .tiles import fold_rows
 
+SHARE = {FORWARD: 32, BACKWARD: 56}  # registers of a thread, where it waits for its row
 INT32_COLS = (1 << 31) - (1 << 20)  # shorter rows, padding included, are counted in 32 bits: fewer registers
 Strides = tuple[int, ...]
 
@@ -66,14 +68,28 @@ class Layout:
             "num_warps": self.config.num_warps,
         }
 
+    def pairs(self, x: torch.Tensor) -> bool:
+        """Whether a thread has two neighbours in memory of 16 bits of x's tiles, or more."""
+        elements = self.config.block_rows * self.config.block_cols
+        enough = self.config.block_cols >= 2 and elements >= self.config.num_warps * 64
+        return enough and x.element_size() == 2 and x.stride(-1) == 1
+
     def packed(self, *held: torch.Tensor) -> bool:
         """Whether tiles are held as they were read: of 16 bits, with 32 elements or more a thread."""
         elements = self.config.block_rows * self.config.block_cols * self.config.tiles
         return elements >= self.config.num_warps * 32 * 32 and all(x.element_size() == 2 for x in held)
 
 
-def layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = ()) -> Layout:
-    """The layout of tensors of the same rows, the first of which decides on the config; per_row: a number a row."""
+def layout(
+    op: str,
+    *tensors: torch.Tensor,
+    per_row: tuple[torch.Tensor, ...] = (),
+    config_of: Callable[..., RowConfig] = row_config,
+) -> Layout:
+    """The layout of tensors of the same rows, the first of which decides on the config; per_row: a number a row.
+
+    config_of: gives the config, for the arguments of `row_config`.
+    """
     x = tensors[0]
     n_cols, itemsize = x.shape[-1], x.element_size()
     sizes, strides = fold_rows(*tensors, *(numbers.unsqueeze(-1) for numbers in per_row))
@@ -82,19 +98,19 @@ def layout(op: str, *tensors: torch.Tensor, per_row: tuple[torch.Tensor, ...] = 
     vector = 16 // min(tensor.element_size() for tensor in tensors)
     rows_inner = of_tensors[0][0] == 1 and x.stride(-1) > 1
     align, aligned, body = 0, (0,) * len(tensors), n_cols
-    config = row_config(op, body, itemsize, rows_inner, device(x.get_device()))
+    config = config_of(op, body, itemsize, rows_inner, device(x.get_device()))
     on_boundary = [tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 for tensor in tensors]
     alike = [all((a - b) % vector == 0 for a, b in zip(along, of_tensors[0], strict=True)) for along in of_tensors]
     starts = [a and b for a, b in zip(alike, on_boundary, strict=True)]
     # elements of 32 bits move singly as fast as through shared memory
     if unit % vector > 0 and n_cols >= vector and on_boundary[0] and (all(starts) or itemsize == 2):
         most = n_cols // vector * vector
-        of_most = row_config(op, most, itemsize, rows_inner, device(x.get_device()))
+        of_most = config_of(op, most, itemsize, rows_inner, device(x.get_device()))
         if of_most.block_rows == 1:  # several rows of a program begin differently
             align, body, config, aligned = vector, most, of_most, tuple(vector * start for start in starts)
     registers = config.registers  # measured for loads and stores of 16 bytes
-    if align > 0 and not all(starts):  # results pass through shared memory, to be stored singly
-        registers = (registers or (32 if op == FORWARD else 56)) + 8
+    if align > 0 and not all(starts) and op in SHARE:  # results pass through shared memory, to be stored singly
+        registers = (registers or SHARE[op]) + 8
     elif align == 0 and unit % vector > 0:
         registers = None
     in_units = tuple(tuple(stride // unit for stride in of_tensor) for of_tensor in of_tensors)

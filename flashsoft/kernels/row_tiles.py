@@ -92,7 +92,8 @@ def again(tile, nothing, PACKED: tl.constexpr):
 
     So large 16-bit tiles wait for their row's state in half the registers, and twice as many bytes are under way:
     without this the float32 copies of a first use would be kept for the second. `nothing` is 0, which the compiler
-    does not know; each use of a tile that is to be computed anew takes one of its own.
+    does not know; each use of a tile that is to be computed anew takes one of its own. None has the value taken for
+    what it is: two elements are then unpacked by one instruction each.
     """
     if not PACKED:
         return tile.to(tl.float32)
@@ -100,7 +101,9 @@ def again(tile, nothing, PACKED: tl.constexpr):
         ROWS: tl.constexpr = tile.shape[0]
         COLS: tl.constexpr = tile.shape[1]
         low, high = tl.split(tl.reshape(tile.to(tl.uint16, bitcast=True), (ROWS, COLS // 2, 2)))
-        word = (low.to(tl.uint32) | (high.to(tl.uint32) << 16)) ^ nothing.to(tl.uint32, bitcast=True)
+        word = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+        if nothing is not None:
+            word = word ^ nothing.to(tl.uint32, bitcast=True)
         if tile.dtype == tl.bfloat16:  # the upper half of a float32: one instruction each
             low = (word << 16).to(tl.float32, bitcast=True)
             high = (word & 0xFFFF0000).to(tl.float32, bitcast=True)

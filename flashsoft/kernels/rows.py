@@ -52,20 +52,11 @@ from .row_tiles import (
     store,
     store_ends,
 )
-from .softmax import LN2, exponential, finish, pivot, update
+from .softmax import exponential, finish, of_state, pivot, update
 from .tiles import row_offset
 
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
 BEYOND_L2 = 1 << 27  # bytes, more than any L2 cache holds
-
-
-@triton.jit
-def of_state(m, s):
-    """The pivot, 1 / s and ln(s) of ended rows; the latter two NaN without mass or with +inf in the row."""
-    inverse, _ = finish(m, s)
-    inverse = tl.where(s == 0.0, float("nan"), inverse)
-    log_s = tl.where((s == 0.0) | (s == float("inf")), float("nan"), tl.log2(s) * LN2)
-    return pivot(m), inverse, log_s
 
 
 @triton.jit

@@ -16,6 +16,7 @@ Everything is fp32 and base 2: exp(a) is exp2(a * log2(e)), one MUFU instruction
 (x - m) * c, exact in x - m, which log_softmax shows to its caller. `update_folded`, for the inner loop of
 attention, spells it x * c - m, one FMA a score, with m = max_j x_j * c itself in base 2: a state whose scale is
 ln 2. It must not be x * c - m * c: rounding m * c leaves alpha = 2^(m * c - m * c) off 1, and a long row drifts.
+`fold` has both for a maximum that is known beforehand: one FMA a score, and exact in x - m.
 
 Method: M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
@@ -25,6 +26,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR: tl.constexpr = tl.constexpr(float(1 << 30))
 
 
 @triton.jit
@@ -64,6 +66,25 @@ def update_folded(m, s, x, scale):
 
 
 @triton.jit
+def fold(m):
+    """c, at and unit, of m's shape, such that exp(x - m) = exponential_folded(x, c, at) / unit, exact in x - m.
+
+    `at` is m * c rounded, once for the row; `unit`, 2^-64 to 2^64, is what that makes of exp(0). From |m| = 2^30 on,
+    where it could be larger, float32 numbers lie 64 and more apart: what differs from m is 0 with any c, and c is 1.
+    """
+    whole = pivot(m)
+    c = tl.where(tl.abs(whole) < FAR, LOG2E, 1.0)
+    at = whole * c
+    return c, at, exponential_folded(whole, c, at)
+
+
+@triton.jit
+def exponential_folded(x, c, at):
+    """exp(x - m) * unit for what `fold` gave of m, broadcast against x: one FMA and one exp2."""
+    return tl.exp2(tl.fma(x, c, -at))
+
+
+@triton.jit
 def merge(m_a, s_a, m_b, s_b, scale=1.0):
     """The state of two disjoint parts of a row, and the factors of what was summed over each part."""
     m = tl.maximum(m_a, m_b)
@@ -78,6 +99,15 @@ def merge_parts(m, s, scale=1.0):
     """The state (scalars) of a row from those of all its parts (parts,); (-inf, 0) stands for no part."""
     m_all = tl.max(m, 0)
     return m_all, tl.sum(s * exponential(m, pivot(m_all), scale), 0)
+
+
+@triton.jit
+def of_state(m, s):
+    """The pivot, 1 / s and ln(s) of ended rows; the latter two NaN without mass or with +inf in the row."""
+    inverse, _ = finish(m, s)
+    inverse = tl.where(s == 0.0, float("nan"), inverse)
+    log_s = tl.where((s == 0.0) | (s == float("inf")), float("nan"), tl.log2(s) * LN2)
+    return pivot(m), inverse, log_s
 
 
 @triton.jit

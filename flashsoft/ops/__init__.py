@@ -4,7 +4,7 @@ An operator chooses its backend when it runs, so that tracing never sees the cho
 and options come resolved (masks as a band and a boolean tensor). `call` runs one.
 """
 
-from . import attention, logits, rows
+from . import attention, linear_losses, logits, losses, rows
 from .registry import NAMESPACE, call
 
-__all__ = ["NAMESPACE", "attention", "call", "logits", "rows"]
+__all__ = ["NAMESPACE", "attention", "call", "linear_losses", "logits", "losses", "rows"]

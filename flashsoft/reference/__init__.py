@@ -6,6 +6,13 @@ last dimension, tensors may have any strides, and half precision is computed in 
 
 from .attention import attention_backward, attention_forward
 from .logits import fused_softmax_backward, fused_softmax_forward, sample_forward
+from .losses import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_overwrite_forward,
+    cross_entropy_state_forward,
+    scale_backward,
+)
 from .rows import (
     log_softmax_backward,
     log_softmax_forward,
@@ -18,6 +25,10 @@ from .rows import (
 __all__ = [
     "attention_backward",
     "attention_forward",
+    "cross_entropy_backward",
+    "cross_entropy_forward",
+    "cross_entropy_overwrite_forward",
+    "cross_entropy_state_forward",
     "fused_softmax_backward",
     "fused_softmax_forward",
     "log_softmax_backward",
@@ -25,6 +36,7 @@ __all__ = [
     "logsumexp_backward",
     "logsumexp_forward",
     "sample_forward",
+    "scale_backward",
     "softmax_backward",
     "softmax_forward",
 ]
