@@ -38,7 +38,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FACTS = ("date", "device", "flashsoft", "torch", "triton", "cuda", "cudnn", "peers")
 MEASURES = (
     "provider", "timing", "samples", "median_ms", "p20_ms", "p80_ms", "rate", "unit",
-    "ratio", "roof_share", "max_error", "rms_error", "error",
+    "ratio", "roof_share", "peak_mib", "max_error", "rms_error", "error",
 )  # fmt: skip
 JOB_MEMORY = 16 << 30  # bytes of the device for one process that compiles
 
@@ -279,7 +279,10 @@ class Sweep:
             rows[name] = {"provider": name}
             try:
                 call = make()
+                before = self._allocated()
                 result = call()
+                if before is not None:
+                    rows[name]["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / (1 << 20)
                 if contenders.pairs is not None:
                     rows[name]["max_error"], rows[name]["rms_error"] = deviations(contenders.pairs(result))
                 calls[name] = call
@@ -306,6 +309,13 @@ class Sweep:
             if case.unit in self.roof:
                 rows[name]["roof_share"] = rows[name]["rate"] / self.roof[case.unit]
         return list(rows.values())
+
+    def _allocated(self) -> int | None:
+        """Bytes of the device now, from where the peak is counted anew; None without one."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
 
     def _release(self) -> None:
         gc.collect()

@@ -1,10 +1,10 @@
-"""Row softmax and the fused logits chain against its peers and the copy bandwidth of this device.
+"""Row softmax against its peers and the copy bandwidth of this device.
 
     flashsoft bench softmax --out benchmarks/results      # or: python benchmarks/softmax.py
 
 Sections: `softmax` (M * N = 2^28), `few_rows` (few rows of a vocabulary), `neighbours` (lengths and row strides beside
-those that configurations were tuned for; against torch alone), `fused_softmax`. Bytes are the unavoidable ones: every
-input read once, every output written once (forward 2 passes, backward 3). The roof is the rate of a copy, same run.
+those that configurations were tuned for; against torch alone). Bytes are the unavoidable ones: every input read once,
+every output written once (forward 2 passes, backward 3). The roof is the rate of a copy, same run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ ELEMENTS = 1 << 28
 WIDTHS = (128, 512, 1024, 4096, 8192, 16384, 32768, 65536, 128256, 262144)
 CENTRES = (4096, 16384, 32768, 50257, 128256)
 VOCABULARY = 128256
-TEMPERATURE = 0.7
 SLICE = 1 << 21  # elements that are compared with float64
 ALONE = {"torch": peers.FORWARD["torch"]}, {"torch": peers.BACKWARD["torch"]}
 Against = tuple[dict[str, Callable[[], peers.Forward]], dict[str, Callable[[], peers.Backward]]]
@@ -81,43 +80,6 @@ def softmax_case(
     return Case(section, columns, work, "GB/s", "torch", build)
 
 
-def eager(x: Tensor, drop: Tensor | None, top_k: int | None) -> Tensor:
-    """The steps of a generation loop, one torch operator each."""
-    x = x / TEMPERATURE
-    if drop is not None:
-        x = x.masked_fill(drop, float("-inf"))
-    if top_k is not None:
-        values, places = torch.topk(x, top_k)
-        x = torch.full_like(x, float("-inf")).scatter_(-1, places, values)
-    return torch.softmax(x, -1)
-
-
-def fused_case(M: int, N: int, masked: bool, top_k: int | None) -> Case:
-    """temperature, mask, top-k and softmax on float32 logits; one key in ten is masked."""
-
-    def build(device: torch.device) -> Contenders:
-        x = 3 * torch.randn(M, N, device=device)
-        drop = torch.rand(M, N, device=device) < 0.1 if masked else None
-        keep = None if drop is None else ~drop
-
-        @functools.cache
-        def want() -> Tensor:
-            return eager(x.double(), drop, top_k)
-
-        def fused() -> Tensor:
-            return flashsoft.fused_softmax(x, temperature=TEMPERATURE, mask=keep, top_k=top_k)
-
-        providers: dict[str, Callable[[], harness.Call]] = {
-            "flashsoft": lambda: fused,
-            "eager": lambda: lambda: eager(x, drop, top_k),
-        }
-        return Contenders(providers, lambda y: [(y, want())])
-
-    columns = {"M": M, "N": N, "dtype": "fp32", "direction": "forward"}
-    columns |= {"mask": "yes" if masked else "no", "top_k": top_k or 0}
-    return Case("fused_softmax", columns, M * N * (4 + 4 + masked), "GB/s", "eager", build)
-
-
 def copy_case(gib: int) -> Case:
     """The roof of everything that moves memory: a copy, its reads and writes counted."""
 
@@ -130,9 +92,9 @@ def copy_case(gib: int) -> Case:
 
 
 def cases(
-    widths: Iterable[int], elements: int, few: Iterable[int], centres: Iterable[int], vocabulary: int, top_k: int
+    widths: Iterable[int], elements: int, few: Iterable[int], centres: Iterable[int], vocabulary: int
 ) -> Iterator[Case]:
-    """Full rows, few wide rows, neighbours, the fused chain."""
+    """Full rows, few wide rows, neighbours."""
     few, centres, directions = tuple(few), tuple(centres), (False, True)
     for dtype, N, backward in itertools.product(DTYPES, widths, directions):
         yield softmax_case("softmax", elements // N, N, dtype, backward)
@@ -142,23 +104,21 @@ def cases(
         odd = centre + 1 + centre % 2  # no row but the first begins where a wide load may
         for N, stride in ((centre, centre), (centre - 1, centre - 1), (centre + 1, centre + 1), (centre, odd)):
             yield softmax_case("neighbours", elements // centre, N, dtype, backward, stride, ALONE)
-    for masked, k in ((True, top_k), (False, top_k), (True, None)):
-        yield fused_case(max(few), vocabulary, masked, k)
 
 
 def every(args: argparse.Namespace) -> Iterator[Case]:
     """All cases, or a few."""
     if args.dry:
-        return cases((16, 100), 400, (1, 3), (33,), 200, 5)
+        return cases((16, 100), 400, (1, 3), (33,), 200)
     if args.quick:
-        return cases((1024, VOCABULARY), ELEMENTS, (8, 64), (32768,), VOCABULARY, 50)
-    return cases(WIDTHS, ELEMENTS, (1, 8, 64), CENTRES, VOCABULARY, 50)
+        return cases((1024, VOCABULARY), ELEMENTS, (8, 64), (32768,), VOCABULARY)
+    return cases(WIDTHS, ELEMENTS, (1, 8, 64), CENTRES, VOCABULARY)
 
 
 BENCHMARK = Benchmark(
     "softmax",
-    ("M", "N", "stride", "dtype", "direction", "mask", "top_k"),
-    (*peers.FORWARD, "eager"),
+    ("M", "N", "stride", "dtype", "direction"),
+    tuple(peers.FORWARD),
     every,
     [copy_case(1), copy_case(4)],
     peers.PACKAGES,

@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("softmax", "attention", "host", "table", "plot")
+NAMES = ("softmax", "logits", "cross-entropy", "attention", "host", "table", "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sys.path.insert(0, str(folder()))
     chosen = parser.add_subparsers(metavar="benchmark", required=True)
     for name in NAMES:
-        module = importlib.import_module(name)
+        module = importlib.import_module(name.replace("-", "_"))
         summary = (module.__doc__ or name).splitlines()[0]
         one = chosen.add_parser(name, help=summary, description=summary)
         module.add_arguments(one)

@@ -375,8 +375,9 @@ def choose_kernel(
     else:
         bound = tl.max(tl.where(take, float("-inf"), maxima), 1)
         resolved = bound == float("-inf")
-        p = tl.where(score > bound[:, None], p, 0.0)
-        score = tl.where(score > bound[:, None], score, float("-inf"))
+        unsure = score <= bound[:, None]  # which NaN is not
+        p = tl.where(unsure, 0.0, p)
+        score = tl.where(unsure, float("-inf"), score)
         if TOP_P:
             _, mass = row_state(states_ptr, row, parts, scale, BLOCK_PARTS)
             resolved = resolved | (tl.sum(p, 1) >= tl.maximum(share * mass, LEAST_MASS))
