@@ -4,7 +4,8 @@
 
 Sections: `cross_entropy`, with directions forward, training (forward and backward) and in place (the same, the gradient
 left where the logits were), and `linear`, training through the layer that makes the logits, whose peak of memory is in
-the results. Bytes are the unavoidable ones: logits read once, and their gradient written once. The roof is a copy's rate.
+the results. Bytes are the unavoidable ones: logits read once, and their gradient written once. The roof is the rate of
+a copy, same run; reading alone is a little faster.
 """
 
 from __future__ import annotations
@@ -116,10 +117,13 @@ def loss_case(M: int, N: int, dtype: str, direction: str) -> Case:
             providers["quack"] = lambda: functools.partial(quack_in_place(), x, target)
         if direction != "forward":
             return Contenders(providers)
-        rows = slice(0, None, max(M // 64, 1))
-        return Contenders(
-            providers, lambda loss: [(loss, F.cross_entropy(x[rows].double(), target[rows]))] if M <= 64 else []
-        )
+
+        @functools.cache
+        def want() -> Tensor:
+            parts = [slice(i, i + 512) for i in range(0, M, 512)]
+            return sum(F.cross_entropy(x[part].double(), target[part], reduction="sum") for part in parts) / M
+
+        return Contenders(providers, lambda loss: [(loss, want())])
 
     work = M * N * DTYPES[dtype].itemsize * (1 if direction == "forward" else 2)
     columns = {"M": M, "N": N, "H": "", "dtype": dtype, "direction": direction}

@@ -47,7 +47,9 @@ def asked(**changed: object) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("name", "cases", "bound", "peers"),
     [
-        ("softmax", 31, BF16, "torch,naive,liger,quack,eager"),
+        ("softmax", 28, BF16, "torch,naive,liger,quack"),
+        ("logits", 20, 1e-6, "eager"),
+        ("cross_entropy", 7, 1e-6, "torch,liger,quack"),
         ("attention", 4, 8 * BF16, "sdpa_flash,sdpa_cudnn"),  # gradients on 20 keys stay below 8
         ("host", 2, None, "torch,compile"),
     ],
@@ -62,16 +64,17 @@ def test_dry_run(name: str, cases: int, bound: float | None, peers: str, tmp_pat
     for row in own:
         assert not row["error"]
         assert row["torch"] and row["date"] and row["device"] == "cpu"
-        if bound is not None:
+        if bound is not None and row["max_error"]:
             assert 0 <= float(row["rms_error"]) <= float(row["max_error"]) < bound
         assert not any(row[key] for key in ("median_ms", "p20_ms", "p80_ms", "rate", "ratio", "roof_share"))
+    assert bound is None or any(row["max_error"] for row in own)
     if name == "attention":
         # cuDNN is not on the CPU: each of its cells says so, and the sweep went on
         missing = [row["error"] for row in rows if row["provider"] == "sdpa_cudnn"]
         assert len(missing) == cases and all(missing)
     if name == "softmax":
         assert {row["direction"] for row in own} == {"forward", "backward"}
-        assert {row["section"] for row in own} == {"softmax", "few_rows", "neighbours", "fused_softmax"}
+        assert {row["section"] for row in own} == {"softmax", "few_rows", "neighbours"}
         for peer, package in (("liger", "liger_kernel"), ("quack", "quack")):
             if importlib.util.find_spec(package) is None:
                 assert f"left out: {peer}, No module named" in done.stdout

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .. import dispatch
 from ..reference.softmax import wide
-from ..tuning.chunks import chunk_rows
+from ..tuning.chunks import ROUNDED_CHUNKS, chunk_rows
 from .losses import OP, times
 from .registry import call, define, differentiate, not_twice
 
@@ -30,27 +30,30 @@ def _chunks(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[slice]:
 class _Gradients:
     """Of hidden, weight and bias, as far as they are needed, from those of the logits of one chunk after another.
 
-    A gradient of weight or bias is summed over the chunks in float32, and rounded once.
+    That of weight is summed over few chunks in its own dtype (see tuning/chunks.py), over more in float32, and that of
+    bias always in float32.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], whole: bool
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], chunks: int
     ) -> None:
-        self.hidden, self.weight, self.bias, self.whole = hidden, weight, bias, whole
+        self.hidden, self.weight, self.bias = hidden, weight, bias
         exact = wide(weight.dtype)
         self.dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
-        self.dweight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if needs[1] else None
+        self.dweight: Tensor | None = None
+        self.sums = None if not needs[1] else weight.dtype if chunks <= ROUNDED_CHUNKS else exact
         self.dbias = weight.new_zeros(weight.shape[0], dtype=exact) if needs[2] and bias is not None else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         hidden = self.hidden[rows]
         if self.dhidden is not None:
             torch.mm(dlogits, self.weight, out=self.dhidden[rows])
-        if self.dweight is not None:
-            if self.whole:
-                self.dweight = dlogits.mT @ hidden
-            else:
-                _add_product(self.dweight, dlogits.mT, hidden)
+        if self.sums == self.weight.dtype and self.dweight is None:
+            self.dweight = dlogits.mT @ hidden
+        elif self.sums is not None:
+            if self.dweight is None:
+                self.dweight = self.weight.new_zeros(self.weight.shape, dtype=self.sums)
+            _add_product(self.dweight, dlogits.mT, hidden)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
@@ -58,7 +61,10 @@ class _Gradients:
         """All three, empty where one is not needed."""
         none = self.hidden.new_empty(0)
         dhidden = none if self.dhidden is None else self.dhidden
-        dweight = none.clone() if self.dweight is None else self.dweight.to(self.weight.dtype)
+        if self.dweight is not None:
+            dweight = self.dweight.to(self.weight.dtype)
+        else:  # not needed, or of no rows
+            dweight = none.clone() if self.sums is None else torch.zeros_like(self.weight)
         dbias = none.clone() if self.dbias is None else self.dbias.to(self.weight.dtype)
         return dhidden, dweight, dbias
 
@@ -95,7 +101,7 @@ def _fused(
     module = dispatch.choose(OP, hidden, backend)
     factor = None if divisor is None else divisor.reciprocal()
     chunks = list(_chunks(hidden, weight, chunk))
-    gradients = _Gradients(hidden, weight, bias, (need_hidden, need_weight, need_bias), len(chunks) == 1)
+    gradients = _Gradients(hidden, weight, bias, (need_hidden, need_weight, need_bias), len(chunks))
     loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
     for rows in chunks:
         logits = F.linear(hidden[rows], weight, bias)
@@ -174,7 +180,7 @@ def _rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     module, N = dispatch.choose(OP, hidden, backend), weight.shape[0]
     chunks = list(_chunks(hidden, weight, chunk))
-    gradients = _Gradients(hidden, weight, bias, (need_hidden, need_weight, need_bias), len(chunks) == 1)
+    gradients = _Gradients(hidden, weight, bias, (need_hidden, need_weight, need_bias), len(chunks))
     for rows in chunks:
         logits = F.linear(hidden[rows], weight, bias)
         _, _, m, slope = module.cross_entropy_forward(
