@@ -43,8 +43,8 @@ def main() -> None:
     started = time.perf_counter()
     for _ in range(100):
         logits.append(model(tokens, caches))
-        p = flashsoft.fused_softmax(logits[-1][:, -1], temperature=0.8, top_k=10)
-        tokens = torch.multinomial(p, 1)
+        # drawn from the logits, of which no probabilities are written
+        tokens = flashsoft.sample(logits[-1][:, -1], temperature=0.8, top_k=10, top_p=0.95)[:, None]
         seen.append(tokens)
     seconds = time.perf_counter() - started
     print(f"100 tokens in {seconds:.2f} s; {caches[0]}")

@@ -48,7 +48,7 @@ def asked(**changed: object) -> argparse.Namespace:
     ("name", "cases", "bound", "peers"),
     [
         ("softmax", 28, BF16, "torch,naive,liger,quack"),
-        ("logits", 20, 1e-6, "eager"),
+        ("logits", 24, 1e-6, "eager"),
         ("cross_entropy", 7, 1e-6, "torch,liger,quack"),
         ("attention", 4, 8 * BF16, "sdpa_flash,sdpa_cudnn"),  # gradients on 20 keys stay below 8
         ("host", 2, None, "torch,compile"),

@@ -13,6 +13,7 @@ from .. import api, masks
 from ..masks import Causal, Window
 
 Tensors = dict[str, Tensor]
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Logits:
     shape: tuple[int, ...]
     temperature: float = 1.0
     top_k: int | None = None
+    top_p: float | None = None
     kept: float = 1.0
     band: masks.Mask | None = None
     bias: bool = False
@@ -43,8 +45,21 @@ class Logits:
     def __str__(self) -> str:
         said = [f"fused_softmax {_sizes(self.shape)}"]
         said += [f"T={self.temperature}"] * (self.temperature != 1.0) + [f"top_k={self.top_k}"] * bool(self.top_k)
-        said += ["mask"] * (self.kept < 1.0) + ["causal"] * (self.band is not None) + ["bias"] * self.bias
+        said += [f"top_p={self.top_p}"] * bool(self.top_p) + ["mask"] * (self.kept < 1.0)
+        said += ["causal"] * (self.band is not None) + ["bias"] * self.bias
         return " ".join(said + ["empty row"] * self.empty_row)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """fused_cross_entropy of each row of x of `shape`; every fifth label is ignored."""
+
+    shape: tuple[int, ...]
+    label_smoothing: float = 0.0
+
+    def __str__(self) -> str:
+        said = f"cross_entropy {_sizes(self.shape)}"
+        return said + (f" smoothing={self.label_smoothing}" if self.label_smoothing else "")
 
 
 @dataclass(frozen=True)
@@ -69,13 +84,14 @@ class Attention:
         )
 
 
-Case = Rows | Logits | Attention
+Case = Rows | Logits | Losses | Attention
 
 QUICK: tuple[Case, ...] = (
     Rows("softmax", (7, 33)),
     Rows("log_softmax", (7, 33)),
     Rows("logsumexp", (7, 33)),
     Logits((5, 70), temperature=0.7, top_k=9, kept=0.7, empty_row=True),
+    Losses((6, 70)),
     Attention("plain", Sq=17, Sk=33, D=16, Dv=16),
     Attention("causal, GQA", H=4, Hkv=2, Sq=33, Sk=65, D=32, Dv=24, band=Causal()),
     Attention("mask, empty row", Sq=17, Sk=33, D=16, Dv=16, kept=0.6, empty_row=True),
@@ -90,6 +106,12 @@ ALL: tuple[Case, ...] = (
     Logits((6, 257), kept=0.5, empty_row=True),
     Logits((6, 1000), temperature=0.8, top_k=50),
     Logits((4, 3000), top_k=1),
+    Logits((6, 257), top_p=0.8),
+    Logits((3, 20000), temperature=0.7, top_k=50),
+    Logits((3, 20000), temperature=2.0, top_k=5000, top_p=0.9, kept=0.9),
+    Losses((10, 257)),
+    Losses((10, 5000), label_smoothing=0.1),
+    Losses((5, 50257)),
     Logits((2, 3, 20, 31), band=Causal()),
     Logits((2, 3, 31, 20), band=Causal(), temperature=2.0, top_k=5, kept=0.8),
     Attention("plain", D=64, Dv=64),
@@ -115,13 +137,17 @@ ALL: tuple[Case, ...] = (
 
 
 def inputs(case: Case, generator: torch.Generator) -> tuple[Tensors, Tensor | None]:
-    """The case's float64 tensors, and the whole of its boolean mask (bands built in), on the CPU."""
+    """The case's float64 tensors, and its boolean mask or its labels, on the CPU."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     if isinstance(case, Rows):
         return {"x": normal(*case.shape) * case.spread}, None
+    if isinstance(case, Losses):
+        labels = torch.randint(0, case.shape[-1], case.shape[:-1], generator=generator)
+        labels.view(-1)[4::5] = IGNORED
+        return {"x": normal(*case.shape) * 3.0}, labels
     if isinstance(case, Logits):
         tensors = {"x": normal(*case.shape) * 3.0}
         if case.bias:
@@ -149,9 +175,16 @@ def ours(case: Case, tensors: Tensors, keep: Tensor | None, backend: str) -> Ten
     if isinstance(case, Rows):
         function: Callable[..., Tensor] = getattr(api, case.op)
         return function(tensors["x"], case.dim, backend=backend)
+    if isinstance(case, Losses):
+        assert keep is not None
+        smoothing = case.label_smoothing
+        return api.fused_cross_entropy(tensors["x"], keep, label_smoothing=smoothing, reduction="none", backend=backend)
     mask = _joined(case.band, keep)
     if isinstance(case, Logits):
-        return api.fused_softmax(tensors["x"], case.temperature, mask, tensors.get("bias"), case.top_k, backend=backend)
+        bias = tensors.get("bias")
+        return api.fused_softmax(
+            tensors["x"], case.temperature, mask, bias, case.top_k, top_p=case.top_p, backend=backend
+        )
     return api.attention(tensors["query"], tensors["key"], tensors["value"], mask=mask, backend=backend)
 
 
@@ -162,9 +195,9 @@ def _joined(band: masks.Mask | None, keep: Tensor | None) -> masks.MaskLike:
 
 
 def whole_mask(case: Case, tensors: Tensors, keep: Tensor | None) -> Tensor | None:
-    """What the case keeps as one tensor, with bands and the top-k built in, from float64 tensors."""
-    if isinstance(case, Rows):
-        return None
+    """What the case keeps as one tensor, with bands, top-k and top-p built in, from float64 tensors; or its labels."""
+    if isinstance(case, Rows | Losses):
+        return keep
     Sq, Sk = (case.Sq, case.Sk) if isinstance(case, Attention) else case.shape[-2:]
     if case.band is not None:
         spec = masks.resolve(case.band, Sq, Sk)
@@ -175,10 +208,13 @@ def whole_mask(case: Case, tensors: Tensors, keep: Tensor | None) -> Tensor | No
         if spec.hi is not None:
             band &= distance <= spec.hi
         keep = band if keep is None else band & keep
-    if isinstance(case, Logits) and case.top_k is not None:
+    if isinstance(case, Logits) and (case.top_k is not None or case.top_p is not None):
         x = tensors["x"] if keep is None else tensors["x"].masked_fill(~keep, float("-inf"))
-        first = x.sort(dim=-1, descending=True, stable=True).indices[..., : case.top_k]
-        top = torch.zeros_like(x, dtype=torch.bool).scatter(-1, first, True)
+        ordered, places = x.sort(dim=-1, descending=True, stable=True)
+        first = torch.arange(x.shape[-1]) < (case.top_k or x.shape[-1])
+        p = torch.softmax((ordered / case.temperature).masked_fill(~first, float("-inf")), -1)
+        first = first & (p.cumsum(-1) - p < (case.top_p or 2.0))
+        top = torch.zeros_like(x, dtype=torch.bool).scatter(-1, places, first.expand(x.shape))
         keep = top if keep is None else top & keep
     return keep
 
@@ -188,6 +224,11 @@ def torchs(case: Case, tensors: Tensors, whole: Tensor | None, exact: bool) -> T
     if isinstance(case, Rows):
         function: Callable[..., Tensor] = getattr(torch, case.op)
         return function(tensors["x"], case.dim)
+    if isinstance(case, Losses):
+        assert whole is not None
+        return torch.nn.functional.cross_entropy(
+            tensors["x"], whole, ignore_index=IGNORED, reduction="none", label_smoothing=case.label_smoothing
+        )
     if isinstance(case, Logits):
         x = tensors["x"] / case.temperature
         return _masked_softmax(x + tensors["bias"] if case.bias else x, whole)

@@ -121,8 +121,7 @@ def generate(model: GPT, size: Size, count: int, device: torch.device, generator
     with precision(device):
         for _ in range(count):
             logits = model(tokens, caches)[:, -1].float()
-            p = api.fused_softmax(logits, temperature=0.7, top_k=20)
-            tokens = torch.multinomial(p, 1, generator=generator)
+            tokens = api.sample(logits, temperature=0.7, top_k=20, generator=generator)[:, None]
             written.append(int(tokens))
     return written.decode("utf-8", errors="replace")
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__, api, dispatch, env, masks
 
-OPS = ("softmax", "log_softmax", "logsumexp", "fused_softmax", "attention")
+OPS = ("softmax", "log_softmax", "logsumexp", "fused_softmax", "sample", "cross_entropy", "attention")
 TOLERANCE = 1e-5  # of the tiny float32 runs, whose exact results are of size 1
 
 
