@@ -31,8 +31,9 @@ from torch import Tensor
 SHARED_LIMIT = {"80": 163 * 1024, "90": 227 * 1024, "100": 227 * 1024, "gfx942": 64 * 1024}
 
 # Bytes spilled (stores + loads; on AMD, registers) that are accepted, at most in any case: (arch, kernel) -> bytes, as
-# counted for SPILLS_COUNTED_BY. On sm_90 the keys kernel's tiles are the fastest of those measured, spills and all;
-# elsewhere these are float32, or a device on which nothing was measured yet. 8 bytes are one register.
+# counted for SPILLS_COUNTED_BY. On sm_90 the keys kernel's tiles are the fastest of those measured, spills and all, and so
+# are the choose kernel's 1,024 chunks (71 us, where looping took 263); elsewhere these are float32, or a device on which
+# nothing was measured yet. 8 bytes are one register.
 SPILLS_COUNTED_BY = "3.6"
 ALLOWED_SPILLS: dict[tuple[str, str], int] = {
     ("90", "attention_backward_keys_kernel"): 1324,
@@ -40,7 +41,14 @@ ALLOWED_SPILLS: dict[tuple[str, str], int] = {
     ("80", "attention_backward_keys_kernel"): 32,
     ("80", "softmax_backward_kernel"): 8,
     ("80", "cross_entropy_overwrite_kernel"): 8,
+    ("80", "choose_kernel"): 376,
     ("90", "attention_forward_kernel"): 8,
+    ("90", "choose_kernel"): 392,
+    ("90", "loop_kernel"): 20,
+    ("90", "short_kernel"): 8,
+    ("100", "choose_kernel"): 388,
+    ("100", "loop_kernel"): 12,
+    ("gfx942", "choose_kernel"): 301,
     ("gfx942", "attention_backward_keys_kernel"): 95,
 }
 
@@ -67,7 +75,8 @@ ELSEWHERE = re.compile(
     r"attention-(fp16-d64v64-causal|bf16-d128v128-(causal|bool)|bf16-d256v256-causal|fp32-.*)$"
     r"|softmax-(fp32-(100|32768|1000001)|bf16-(4096|50257|128256))$|logsumexp-(fp32-200000|bf16-inner)$"
     r"|cross_entropy(_overwrite)?-(fp32-(100|32768)|bf16-(4096|50257|128256)(-everything)?)$|cross_entropy-bf16-inner$"
-    r"|fused-(bf16-(100|50000)-everything|fp32-(4096|128256)-top_k|fp16-causal)$"
+    r"|fused-(bf16-(100|50000)-everything|fp32-(4096|128256)-top_k|fp16-causal|(bf16|fp32)-128256-(limits|k1000))$"
+    r"|sample-bf16-(1000|128256)(-limits)?$"
 )
 
 
@@ -112,6 +121,16 @@ def logits(dtype: torch.dtype, *shape: int, **options: Any) -> Call:
         x = torch.empty(*shape, dtype=dtype, requires_grad=True)
         y = flashsoft.fused_softmax(x, **{k: v() if callable(v) else v for k, v in options.items()})
         y.backward(torch.empty_like(y))
+
+    return call
+
+
+def tokens(dtype: torch.dtype, *shape: int, **options: Any) -> Call:
+    def call() -> None:
+        import flashsoft
+
+        given = {k: v() if callable(v) else v for k, v in options.items()}
+        flashsoft.sample(torch.empty(*shape, dtype=dtype), **given)
 
     return call
 
@@ -188,6 +207,14 @@ def cases() -> dict[str, Call]:
             table[f"{name}-bf16-{n}-everything"] = losses(torch.bfloat16, 64, n, inplace=inplace, **everything)
     table["cross_entropy-bf16-128256-smoothing"] = losses(torch.bfloat16, 64, 128_256, label_smoothing=0.1)
     table["cross_entropy-bf16-inner"] = losses(torch.bfloat16, 8, 1000, 64, dim=1)
+    some = {"top_k": lambda: torch.full((64,), 50), "top_p": lambda: torch.ones(64), "min_p": 0.1}
+    for n in (1000, 128_256):
+        table[f"fused-bf16-{n}-limits"] = logits(torch.bfloat16, 64, n, scale=0.5, softcap=30.0, **some)
+        table[f"sample-bf16-{n}"] = tokens(torch.bfloat16, 64, n)
+        table[f"sample-bf16-{n}-limits"] = tokens(torch.bfloat16, 64, n, temperature=lambda: torch.ones(64), **some)
+    for name, limits in (("top_p", {"top_p": 0.9}), ("k1000", {"top_k": 1000}), ("k5000", {"top_k": 5000})):
+        table[f"fused-fp32-128256-{name}"] = logits(torch.float32, 64, 128_256, **limits)
+        table[f"sample-fp32-128256-{name}"] = tokens(torch.float32, 64, 128_256, **limits)
     import flashsoft
 
     table["fused-fp16-causal"] = logits(torch.float16, 4, 1024, 1024, mask=flashsoft.Causal())

@@ -81,7 +81,7 @@ def test_dry_run(name: str, cases: int, bound: float | None, peers: str, tmp_pat
                 assert peer not in {row["provider"] for row in rows}
     for peer in {"torch", "compile", "naive", "eager"} & set(peers.split(",")):
         assert {row["error"] for row in rows if row["provider"] == peer} == {""}
-    assert "**" + name + "**" in done.stdout
+    assert f"**{own[0]['section']}**" in done.stdout
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -53,7 +53,7 @@ def lowest_key(SHIFT: tl.constexpr):
 @triton.jit
 def bounds(key, SHIFT: tl.constexpr):
     """low and high (rows,) that hold all keys with mass between them."""
-    low = tl.max(tl.zeros_like(key), 1) + lowest_key(SHIFT)
+    low = tl.full((key.shape[0],), lowest_key(SHIFT), tl.uint32)
     return low, tl.maximum(tl.max(key, 1), low) + 1
 
 

@@ -21,11 +21,11 @@ from .selection import (
     ALL,
     LEAST_MASS,
     beginning,
-    bounds,
     equals_lacking,
     first_of_equals,
     kept,
     key_score,
+    lowest_key,
     narrow,
     open_rows,
     order_key,
@@ -87,7 +87,7 @@ def stream_kernel(
         tl.store(state + 1, s)
 
 
-FOLD: tl.constexpr = tl.constexpr(4)  # what a thread holds of a tile is spread over as many places at least
+FOLD: tl.constexpr = tl.constexpr(2)  # a thread holds at least so many times eight columns of a tile, far apart
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def row_cut(
 ):  # fmt: skip
     """low, high and need, as `selection.beginning` takes them, of a whole row; low as far up as is known already."""
     need = tl.full((1,), ALL, tl.int32)
-    floor, _ = bounds(tl.zeros((1, 1), tl.uint32), SHIFT)
+    floor = tl.full((1,), lowest_key(SHIFT), tl.uint32)
     if TOP_K:
         count, _ = row_weights(source, N, m, scale, low, high, need, top_p, False, SHIFT, BLOCK)
         if tl.max((count < k).to(tl.int32), 0) > 0:
@@ -346,7 +346,8 @@ def choose_kernel(
     m = tl.max(maxima, 1)
 
     key = order_key(maxima, SHIFT)
-    low, high = bounds(key, SHIFT)
+    low = tl.full((1,), lowest_key(SHIFT), tl.uint32)
+    high = tl.maximum(order_key(m, SHIFT), low) + 1
     some = key >= low[:, None]
     lacking = row_count(some)
     if TOP_K:
@@ -435,13 +436,13 @@ def loop_kernel(
             y_row = y_ptr + row_offset(row, sizes, y_strides)[:, None]
         maxima = load_maxima(maxima_ptr, row, chunks, CHUNKS)
         m = tl.max(maxima, 1)
-        key = order_key(maxima, SHIFT)
-        low, high = bounds(key, SHIFT)
-        top = high
+        low = tl.full((1,), lowest_key(SHIFT), tl.uint32)
+        top = tl.maximum(order_key(m, SHIFT), low) + 1
         if TOP_K:
+            key = order_key(maxima, SHIFT)
             some = (key >= low[:, None]).to(tl.int32)
             lacking = tl.minimum(k, tl.sum(some, 1))
-            low, high, _, _ = reach(key, some, lacking, lacking, low, high)
+            low, _, _, _ = reach(key, some, lacking, lacking, low, top)
         few = few_ptr + tl.max(row, 0) * FEW
         write_row(
             source, N, m, scale, k, share, least, u, poisoned, low, top, few, row, y_row, y_step, lse_ptr, token_ptr,
