@@ -1,4 +1,4 @@
-"""A PNG of a CSV of softmax results: GB/s over the row's length, a line a contender, the roof drawn.
+"""A PNG of a CSV of results: of softmax GB/s over the row's length, with the roof; of others the times of each case.
 
 python benchmarks/plot.py benchmarks/results/softmax.csv      # writes softmax.png beside it; needs matplotlib
 """
@@ -22,6 +22,9 @@ STYLES = {
     "quack": ("quack", "#0072B2", "v"),
     "naive": ("naive, an operator a step", "#999999", "x"),
     "cuda": ("CUDA C++ twin, three passes", "#CC79A7", "+"),
+    "eager": ("eager, an operator a step", "#999999", "x"),
+    "sdpa_flash": ("SDPA FLASH", "#D55E00", "s"),
+    "sdpa_cudnn": ("SDPA cuDNN", "#0072B2", "v"),
     table.PRODUCT: ("flashsoft", "#000000", "o"),
 }
 PANELS = [(dtype, direction) for dtype in ("bf16", "fp32") for direction in ("forward", "backward")]
@@ -29,23 +32,27 @@ PANELS = [(dtype, direction) for dtype in ("bf16", "fp32") for direction in ("fo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A file."""
-    parser.add_argument("csv", type=Path, help="softmax.csv, as the benchmark wrote it")
+    parser.add_argument("csv", type=Path, help="a file that a benchmark wrote")
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the PNG beside the CSV."""
-    rows, _ = table.read(args.csv)
-    mine = [row for row in rows if row["section"] == "softmax" and row["rate"]]
+    rows, columns = table.read(args.csv)
+    timed = [row for row in rows if row["section"] != "roof" and row["rate"]]
+    mine = [row for row in timed if row["section"] == "softmax"]
     roof = max((float(row["rate"]) for row in rows if row["section"] == "roof" and row["rate"]), default=0.0)
-    if not mine or not roof:
-        raise UsageError(f"csv must hold timed rows of the sections softmax and roof, got {args.csv} without")
+    if not timed or (mine and not roof):
+        raise UsageError(f"csv must hold timed rows, and for softmax those of the roof, got {args.csv} without")
     try:
         import matplotlib
     except ModuleNotFoundError as missing:
         raise UsageError("the plot needs matplotlib: pip install 'flashsoft[bench]'") from missing
     matplotlib.use("Agg")
     path = args.csv.with_suffix(".png")
-    draw(mine, roof, path)
+    if mine:
+        draw(mine, roof, path)
+    else:
+        draw_times(timed, columns, path)
     print(path)
     return 0
 
@@ -80,14 +87,66 @@ def draw(rows: list[table.Row], roof: float, path: Path) -> None:
         found |= dict(zip(labels, handles, strict=True))
     names = sorted(found, key=lambda name: name != "flashsoft")
     figure.legend([found[name] for name in names], names, loc="lower center", ncols=4, fontsize=10.5, frameon=False)
-    fact = rows[0]
-    title = ["Row softmax, bytes read and written a second"]
-    title.append(f"{fact['device']}, torch {fact['torch']}, triton {fact['triton']}, {fact['date'].split()[0]}")
-    title += [", ".join(fact["peers"].split()).replace("=", " ")] if fact.get("peers") else []
-    figure.suptitle("\n".join(title), fontsize=12)
+    figure.suptitle(_title("Row softmax, bytes read and written a second", rows[0]), fontsize=12)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def draw_times(rows: list[table.Row], columns: list[str], path: Path) -> None:
+    """A panel a section, a line a case, a mark a contender at its time."""
+    from matplotlib import pyplot
+
+    sections = list(dict.fromkeys(row["section"] for row in rows))
+    cases = {
+        name: list(dict.fromkeys(_case(row, columns) for row in rows if row["section"] == name)) for name in sections
+    }
+    heights = [len(cases[name]) + 2 for name in sections]
+    figure, grid = pyplot.subplots(
+        len(sections), 1, figsize=(10, 1.6 + 0.24 * sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for panel, name in zip(grid.flat, sections, strict=True):
+        for provider in STYLES:
+            points = [
+                (float(row["median_ms"]) * 1e3, cases[name].index(_case(row, columns)))
+                for row in rows
+                if row["section"] == name and row["provider"] == provider
+            ]
+            if points:
+                label, colour, marker = STYLES[provider]
+                panel.plot(*zip(*points, strict=True), marker, color=colour, label=label, markersize=6)
+        panel.set_title(name, fontsize=12)
+        panel.set_xscale("log")
+        panel.set_yticks(range(len(cases[name])), cases[name], fontsize=8)
+        panel.set_ylim(len(cases[name]) - 0.4, -0.6)
+        panel.grid(alpha=0.25)
+    grid[-1, 0].set_xlabel("microseconds", fontsize=11)
+    found: dict[str, Any] = {}
+    for panel in grid.flat:
+        handles, labels = panel.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(found.values()), list(found), loc="lower center", ncols=4, fontsize=10, frameon=False)
+    figure.suptitle(_title("Median times, left is faster", rows[0]), fontsize=12)
+    height = figure.get_figheight()
+    figure.tight_layout(rect=(0, 0.6 / height, 1, 1 - 0.3 / height))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _case(row: table.Row, columns: list[str]) -> str:
+    """A case in few words: its shape, and the options it has."""
+    shape = " x ".join(row[name] for name in ("M", "N", "H") if row.get(name))
+    others = [name for name in columns if name not in ("M", "N", "H") and row[name] not in ("", "no")]
+    said = [row[name] if name in ("dtype", "direction") else f"{name} {row[name]}" for name in others]
+    return ", ".join([shape, *said]) if shape else ", ".join(said)
+
+
+def _title(what: str, fact: table.Row) -> str:
+    """What, where, when and with what."""
+    title = [what]
+    title.append(f"{fact['device']}, torch {fact['torch']}, triton {fact['triton']}, {fact['date'].split()[0]}")
+    title += [", ".join(fact["peers"].split()).replace("=", " ")] if fact.get("peers") else []
+    return "\n".join(title)
 
 
 def _line(panel: Any, rows: list[table.Row], provider: str) -> None:

@@ -167,6 +167,15 @@ def test_plot_is_written_beside_the_csv(tmp_path: Path) -> None:
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["logits", "cross_entropy", "attention"])
+def test_times_are_plotted(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"{name}.csv"
+    path.write_bytes((BENCHMARKS / "results" / f"{name}.csv").read_bytes())
+    assert module("plot").run(argparse.Namespace(csv=path)) == 0
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_plot_without_matplotlib_or_rows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = results(tmp_path / "a.csv", ("128", "bf16", "flashsoft", "1.25"))

@@ -30,8 +30,9 @@ def fused_linear_cross_entropy(
 
     Tokens go in chunks: a matrix product gives a chunk's logits, which become their own gradient in place, and two
     more turn that into the gradients of hidden, weight and bias; those of the latter two are summed over chunks in
-    float32. So the memory is that of one chunk, and the products are as many as without. With reduction "mean" or
-    "sum" gradients are computed in the forward if they are wanted; with "none" the backward computes the logits again.
+    float32 (over no more than four, that of weight in its own dtype). So the memory is that of one chunk, and the
+    products are as many as without. With reduction "mean" or "sum" gradients are computed in the forward if they are
+    wanted; with "none" the backward computes the logits again.
 
     Args:
         hidden: (..., H), any leading dimensions; float32, float16, bfloat16 or float64.

@@ -63,10 +63,11 @@ def fused_softmax(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softcap(scale * x) / temperature + bias) over what mask, top-k, top-p and min-p keep, fused.
 
-    The order is scale, softcap, temperature, bias, mask, top-k, top-p, min-p, softmax: temperature, top-k, top-p and
-    min-p one after the other as Hugging Face and vLLM apply them, each to what the one before has kept. What is not
-    kept is exactly 0 and takes no gradient, and NaN or inf there does not leak. A row of which nothing is kept is 0,
-    its lse -inf, its gradient 0; this holds for a row of -inf without a mask too, where `softmax` gives NaN.
+    The order is scale, softcap, temperature, bias, mask, top-k, top-p, min-p, softmax: as transformers takes them, each
+    of what the one before has kept; so does vLLM, but for min-p, which there comes before top-k (the README compares
+    conventions). What is not kept is exactly 0 and takes no gradient, and NaN or inf there does not leak. A row of
+    which nothing is kept is 0, its lse -inf, its gradient 0; this holds for a row of -inf without a mask too, where
+    `softmax` gives NaN.
 
     Options that may be tensors have one entry a row: x's shape without `dim` or with size 1 there, or broadcastable to
     that. None of their values is read on the host: an entry that is negative or NaN makes its row NaN.

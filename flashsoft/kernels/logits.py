@@ -19,11 +19,12 @@ from ..tuning import logits as tuning
 from .draw import draw
 from .launch import Launch, Tensors, launch
 from .options import Limits, row_inverse, row_limits, row_uniform, split_temperature
-from .scores import fold_given, last_stride, score_offsets, score_scale, score_tile
+from .row_loops import loop_kernel
+from .scores import ended, fold_given, last_stride, score_offsets, score_scale, score_tile
 from .selection import kept, key_shift
 from .softmax import exponential, merge_parts, pivot
 from .tiles import row_offset
-from .wide_selection import choose_kernel, ended, loop_kernel, row_state, stream_kernel
+from .wide_selection import choose_kernel, row_state, stream_kernel
 
 
 @triton.jit(do_not_specialize=["lo", "hi", "top_k", "rows"])

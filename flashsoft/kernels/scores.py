@@ -1,4 +1,4 @@
-"""Scores of the logits kernels: x, scale, softcap, temperature, bias, mask and band, a tile at a time."""
+"""Scores of the logits kernels, a tile at a time: x, scale, softcap, temperature, bias, mask, band; how rows end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .softcap import softcap
+from .softmax import finish
 from .tiles import fold_rows, row_offset
 
 
@@ -66,6 +67,16 @@ def score_scale(inverse, WITH_BIAS: tl.constexpr):
         return tl.full(inverse.shape, 1.0, tl.float32)
     else:
         return inverse
+
+
+@triton.jit
+def ended(m, s, scale, poisoned, row, live, lse_ptr):
+    """1 / s of rows, NaN if poisoned and with mass; writes their lse where there is somewhere to."""
+    inverse_s, lse = finish(m, s, scale)
+    poisoned = poisoned & (s != 0.0)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, tl.where(poisoned, float("nan"), lse), mask=live)
+    return tl.where(poisoned, float("nan"), inverse_s)
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------

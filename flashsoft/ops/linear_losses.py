@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from .. import dispatch
 from ..reference.softmax import wide
-from ..tuning.chunks import ROUNDED_CHUNKS, chunk_rows
 from .losses import OP, times
 from .registry import call, define, differentiate, not_twice
 
 
 def _chunks(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[slice]:
+    from ..tuning.chunks import chunk_rows  # not before it is needed
+
     rows = chunk or chunk_rows(hidden.shape[0], weight.shape[0], hidden.element_size(), hidden.device.type)
     for start in range(0, hidden.shape[0], rows):
         yield slice(start, min(start + rows, hidden.shape[0]))
@@ -37,6 +38,8 @@ class _Gradients:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], chunks: int
     ) -> None:
+        from ..tuning.chunks import ROUNDED_CHUNKS
+
         self.hidden, self.weight, self.bias = hidden, weight, bias
         exact = wide(weight.dtype)
         self.dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
