@@ -12,7 +12,7 @@ from inputs import draw
 from torch import Tensor
 
 import flashsoft
-from flashsoft import Causal
+from flashsoft import Causal, ops
 
 BF16, F32 = torch.bfloat16, torch.float32
 INF, NAN = float("inf"), float("nan")
@@ -137,8 +137,6 @@ def test_what_is_drawn_has_no_gradient(backend: str, device: torch.device) -> No
 
 def test_a_token_does_not_depend_on_the_batch(backend: str, device: torch.device) -> None:
     x = draw(5, 20000, device=device)
-    from flashsoft import ops
-
     uniform = torch.rand(5, 2, device=device)
     scores, limits = (1.0, *(None,) * 7), (None,) * 6
     together = ops.call("sample", x, uniform, *scores, *limits, backend)

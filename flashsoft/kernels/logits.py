@@ -24,7 +24,7 @@ from .scores import ended, fold_given, last_stride, score_offsets, score_scale, 
 from .selection import kept, key_shift
 from .softmax import exponential, merge_parts, pivot
 from .tiles import row_offset
-from .wide_selection import choose_kernel, row_state, stream_kernel
+from .wide_selection import choose_kernel, load_states, row_state, stream_kernel
 
 
 @triton.jit(do_not_specialize=["lo", "hi", "top_k", "rows"])
@@ -101,14 +101,11 @@ def draw_kernel(
     steps = (x_step, mask_step, bias_step)
     source = ((x_ptr, mask_ptr, bias_ptr), at, steps, (inverse, factor, cap), (lo, hi))
     scale = score_scale(inverse, WITH_BIAS=bias_ptr is not None)
-    part = tl.arange(0, BLOCK_PARTS)
-    state = states_ptr + (tl.max(row, 0) * parts + part) * 2
-    m = tl.load(state, mask=part < parts, other=float("-inf"))
-    s = tl.load(state + 1, mask=part < parts, other=0.0)
+    m, s = load_states(states_ptr, row, parts, BLOCK_PARTS)
     m_row, _ = merge_parts(m, s, tl.max(scale, 0))
     weight = s * exponential(m, pivot(m_row), tl.max(scale, 0))
     u = row_uniform(uniform_ptr, temperature_ptr, row, row >= 0)
-    drawn = draw(weight[None, :], part[None, :], u)
+    drawn = draw(weight[None, :], tl.arange(0, BLOCK_PARTS)[None, :], u)
     columns = tl.maximum(tl.max(drawn, 0), 0) * PART + tl.arange(0, PART)
     score = score_tile(columns, (columns < N)[None, :], source)
     p = exponential(score, pivot(tl.max(score, 1))[:, None], scale[:, None])

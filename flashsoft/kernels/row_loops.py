@@ -34,7 +34,7 @@ FOLD: tl.constexpr = tl.constexpr(2)  # a thread holds at least so many times ei
 
 
 @triton.jit
-def lane_sums(x, FOLD: tl.constexpr):
+def lane_sums(x):
     """The sums (1, columns / FOLD) of a tile (1, columns) that threads can take of what they hold."""
     return tl.sum(tl.reshape(x, (1, FOLD, x.shape[1] // FOLD)), 1)
 
@@ -61,9 +61,9 @@ def weights_from(
             weight = exponential(score, pivot(m)[:, None], scale[:, None])
         else:
             weight = tl.full((1, BLOCK), 1, tl.int32)
-        sums_a += lane_sums(tl.where(reaches(score, a, SHIFT), weight, 0), FOLD)
-        sums_b += lane_sums(tl.where(reaches(score, b, SHIFT), weight, 0), FOLD)
-        sums_c += lane_sums(tl.where(reaches(score, c, SHIFT), weight, 0), FOLD)
+        sums_a += lane_sums(tl.where(reaches(score, a, SHIFT), weight, 0))
+        sums_b += lane_sums(tl.where(reaches(score, b, SHIFT), weight, 0))
+        sums_c += lane_sums(tl.where(reaches(score, c, SHIFT), weight, 0))
     return tl.sum(sums_a, 1), tl.sum(sums_b, 1), tl.sum(sums_c, 1)
 
 
@@ -165,9 +165,9 @@ def row_weights(
         is_above = reaches(score, high, SHIFT)
         is_equal = reaches(score, low, SHIFT) & (is_above == 0)
         p_equal = tl.where(is_equal, p, 0.0)
-        count += lane_sums(is_equal.to(tl.int32), FOLD)
-        above += lane_sums(tl.where(is_above, p, 0.0), FOLD)
-        equal += lane_sums(p_equal, FOLD)
+        count += lane_sums(is_equal.to(tl.int32))
+        above += lane_sums(tl.where(is_above, p, 0.0))
+        equal += lane_sums(p_equal)
         largest = tl.maximum(largest, tl.max(p_equal, 1))
     counts, all_equal = tl.sum(count, 1), tl.sum(equal, 1)
     first_equal = need.to(tl.float32) * largest

@@ -39,12 +39,18 @@ def part_state(score, scale):
 
 
 @triton.jit
-def row_state(states_ptr, row, parts, scale, BLOCK_PARTS: tl.constexpr):
-    """The state (m, s), each (1,), of a row (1,) from those of its parts."""
+def load_states(states_ptr, row, parts, BLOCK_PARTS: tl.constexpr):
+    """The states m, s (BLOCK_PARTS,) of the parts of a row (1,)."""
     part = tl.arange(0, BLOCK_PARTS)
     at = states_ptr + (tl.max(row, 0) * parts + part) * 2
     m_parts = tl.load(at, mask=part < parts, other=float("-inf"))
-    s_parts = tl.load(at + 1, mask=part < parts, other=0.0)
+    return m_parts, tl.load(at + 1, mask=part < parts, other=0.0)
+
+
+@triton.jit
+def row_state(states_ptr, row, parts, scale, BLOCK_PARTS: tl.constexpr):
+    """The state (m, s), each (1,), of a row (1,) from those of its parts."""
+    m_parts, s_parts = load_states(states_ptr, row, parts, BLOCK_PARTS)
     m, s = merge_parts(m_parts, s_parts, tl.max(scale, 0))
     return tl.full((1,), m, tl.float32), tl.full((1,), s, tl.float32)
 

@@ -20,7 +20,7 @@ CHUNKS = (32, 16, 8)  # columns of which the largest score is kept; wider in row
 MOST_CHUNKS = 16384
 MOST_CHOSEN = 8192  # scores that a row's choice is made from
 CHOSEN = 128  # chunks to choose from where it is not known how many are needed
-CHOOSE_WARPS, CHOOSE_TILE = 8, 2048  # 16 are 7 to 17 % slower, 4 10 to 20 % (top-k 50 of 128,256)
+CHOOSE_WARPS, CHOOSE_TILE = 8, 2048  # top-k 50 of 128,256: 16 are 1 to 15 % slower, 4 were 5 to 29 %
 PROGRAMS = 512  # programs that fill today's largest GPUs a few times over
 
 
