@@ -73,7 +73,7 @@ Call = Callable[[], None]
 # The whole table is built for the GPU that configs are measured on; elsewhere one case a config.
 MEASURED = "90"
 ELSEWHERE = re.compile(
-    r"attention-(fp16-d64v64-causal|bf16-d128v128-(causal|bool)|bf16-d256v256-causal|fp32-.*)$"
+    r"attention-(fp16-d64v64-causal|bf16-d128v128-(causal|bool)|bf16-d(256v256|576v512)-causal|fp32-.*|.*-(terms|packed))$"
     r"|softmax-(fp32-(100|32768|1000001)|bf16-(4096|50257|128256))$|logsumexp-(fp32-200000|bf16-inner)$"
     r"|cross_entropy(_overwrite)?-(fp32-(100|32768)|bf16-(4096|50257|128256)(-everything)?)$|cross_entropy-bf16-inner$"
     r"|fused-(bf16-(100|50000)-everything|fp32-(4096|128256)-top_k|fp16-causal|(bf16|fp32)-128256-(limits|k1000))$"
@@ -101,6 +101,35 @@ def attention(
         torch.autograd.backward(
             (out, lse) if dlse else (out,), (torch.empty_like(out), torch.empty_like(lse))[: 1 + dlse]
         )
+
+    return call
+
+
+def terms(dtype: torch.dtype, D: int, Dv: int, *, packed: bool = False) -> Call:
+    """Attention with every term at once."""
+
+    def call() -> None:
+        import flashsoft
+
+        q, k, v = (
+            torch.empty(S, H, width, dtype=dtype, requires_grad=True)
+            for S, H, width in ((256, 4, D), (512, 2, D), (512, 2, Dv))
+        )
+        one = {"softcap": 30.0, "sink": torch.zeros(4, requires_grad=True), "dropout_p": 0.1}
+        one["scale"] = torch.ones((), requires_grad=True)
+        slopes = torch.zeros(4, requires_grad=True)
+        if packed:
+            cu = torch.tensor([0, 256], dtype=torch.int32)
+            out = flashsoft.attention_varlen(
+                q, k, v, cu, 2 * cu, 256, 512, mask=flashsoft.Causal(), bias=flashsoft.ALiBi(slopes), **one
+            )
+        else:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            segments = flashsoft.Segments((torch.zeros(256, dtype=torch.int32), torch.zeros(512, dtype=torch.int32)))
+            mask = flashsoft.Window(127) & segments & flashsoft.Padding(torch.tensor([500]))
+            bias = torch.zeros(4, 256, 512, requires_grad=True)
+            out = flashsoft.attention(q, k, v, mask=mask, bias=bias, **one)
+        out.backward(torch.empty_like(out))
 
     return call
 
@@ -172,6 +201,16 @@ def cases() -> dict[str, Call]:
         ("fp32", 256, 256, "causal"),
     ):
         table[f"attention-{name}-d{D}v{Dv}-{mask}"] = attention(types[name], D, Dv, mask)
+    for name, D, Dv, mask in (
+        ("bf16", 512, 512, "causal"),
+        ("bf16", 576, 512, "causal"),
+        ("bf16", 320, 320, "bool"),
+        ("fp32", 576, 512, "causal"),
+    ):
+        table[f"attention-{name}-d{D}v{Dv}-{mask}"] = attention(types[name], D, Dv, mask)
+    for name, D in (("bf16", 64), ("fp16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 576)):
+        table[f"attention-{name}-d{D}v{min(D, 512)}-terms"] = terms(types[name], D, min(D, 512))
+    table["attention-bf16-d128v128-packed"] = terms(torch.bfloat16, 128, 128, packed=True)
     table["attention-bf16-d64v64-causal-dlse"] = attention(torch.bfloat16, 64, 64, "causal", dlse=True)
     table["attention-bf16-d64v64-negative"] = attention(torch.bfloat16, 64, 64, "none", scale=-0.5)
     for name in ("softmax", "log_softmax", "logsumexp"):

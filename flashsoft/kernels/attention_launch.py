@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..terms import Terms
@@ -21,7 +20,10 @@ WORDS = 1 << 32  # of Philox
 
 
 class Numbers(NamedTuple):
-    """The numbers of `Terms`, how float32 products are computed, and which rows are longest."""
+    """The numbers of `Terms`, how float32 products are computed, which rows are longest, and the sign of the scale.
+
+    The sign is None where an entry of a tensor has a part in it.
+    """
 
     scale: float
     softcap: float | None
@@ -33,6 +35,7 @@ class Numbers(NamedTuple):
     longest_q: int
     longest_k: int
     precision: str
+    negate: bool | None
 
 
 def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
@@ -50,6 +53,7 @@ def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
         terms.max_q if packed else query.shape[2],
         terms.max_k if packed else key.shape[2],
         input_precision(query.dtype),
+        None if terms.factor is not None else terms.scale < 0,
     )
 
 
@@ -58,14 +62,19 @@ def tensors(terms: Terms) -> tuple[Tensor | None, ...]:
     lines = (terms.sink, terms.factor)
     offsets = (terms.lengths, terms.cu_q, terms.cu_k, terms.seed)
     return (
-        None if terms.keep is None else terms.keep.view(torch.uint8),
-        terms.bias,
+        None if terms.keep is None else _near(terms.keep.view(torch.uint8)),
+        None if terms.bias is None else _near(terms.bias),
         terms.slopes,
         *(None if x is None else x.contiguous() for x in lines),
         terms.query_ids,
         terms.key_ids,
         *(None if x is None else x.contiguous() for x in offsets),
     )
+
+
+def _near(x: Tensor) -> Tensor:
+    """A tensor like the scores whose rows lie within 2^31 elements in a tile of 128, which they do but in odd views."""
+    return x if all(stride < 1 << 24 for stride in broadcast_strides(x)[2:]) else x.contiguous()
 
 
 def tables(query: Tensor, key: Tensor, terms: Terms, own: int, step: int, *, by_keys: bool = False) -> Tensor | None:
@@ -95,8 +104,3 @@ def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[o
         Sq, Sk, Hq, Hq // Hkv, numbers.scale, numbers.softcap, numbers.threshold, numbers.dropout_scale,
         numbers.lo, numbers.hi,
     )  # fmt: skip
-
-
-def programs(longest: int, tile: int, heads: int) -> int:
-    """One for each tile of the longest row of each head."""
-    return triton.cdiv(longest, tile) * heads

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_terms import at_head
+from .attention_terms import at_head, tile_of
 from .softcap import softcap, softcap_slope
 
 ROUNDS: tl.constexpr = tl.constexpr(7)  # of Philox4x32: enough for the statistical tests of its authors
@@ -25,25 +25,25 @@ def unit(scale, terms):
 
 
 @triton.jit
-def distance(i, j, place):
+def distance(row0, column0, rows, columns, place):
     """|i + Sk - Sq - j|, exact in float32 below 2^24."""
-    return tl.abs(i + place.offset - j).to(tl.float32)
+    return tl.abs((row0 + place.offset - column0) + (rows - columns)).to(tl.float32)
 
 
 @triton.jit
-def scores(x, i, j, scale, terms, place):
-    """The scores of queries i and keys j, shaped as their products x, before the mask."""
+def scores(x, row0, column0, rows, columns, scale, terms, place):
+    """The scores of a tile, whose first are row0 and column0, shaped as its products x, before the mask."""
     if terms.softcap is not None:
         x = softcap(x * scale, terms.softcap)
     elif (terms.bias is not None) or (terms.slopes is not None):
         x = x * scale
     if terms.bias is not None:
-        at = i.to(tl.int64) * terms.bias_strides[2] + j.to(tl.int64) * terms.bias_strides[3]
-        inside = (i < place.Sq) & (j < place.Sk)
-        x += tl.load(at_head(terms.bias, terms.bias_strides, place) + at, mask=inside, other=0.0).to(tl.float32)
+        inside = (rows < place.Sq - row0) & (columns < place.Sk - column0)
+        pointers = tile_of(terms.bias, terms.bias_strides, place, row0, column0, rows, columns)
+        x += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     if terms.slopes is not None:
         slope = tl.load(at_head(terms.slopes, terms.slopes_strides, place)).to(tl.float32)
-        x -= slope * distance(i, j, place)
+        x -= slope * distance(row0, column0, rows, columns, place)
     return x
 
 

@@ -72,6 +72,17 @@ def at_head(pointer, strides, place):
 
 
 @triton.jit
+def tile_of(pointer, strides, place, row0, column0, rows, columns):
+    """Pointers to a tile, shaped by how rows and columns broadcast: what of a place's part lies at (row0, column0).
+
+    Within a tile offsets have 32 bits: 64 for every element would take the registers of a tile of scores.
+    """
+    row0, column0 = tl.cast(row0, tl.int64), tl.cast(column0, tl.int64)
+    first = at_head(pointer, strides, place) + row0 * strides[2] + column0 * strides[3]
+    return first + (rows * strides[2] + columns * strides[3])
+
+
+@triton.jit
 def signed_scale(terms, place):
     """The scale of a head: a number, times an entry of a tensor if there is one."""
     if terms.factor is None:

@@ -30,8 +30,8 @@ def attention_backward_bias_kernel(
     q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BATCH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, BATCH: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one share of dbias, float32 (shares, *sizes); `sizes` are those of the bias.
 
@@ -71,16 +71,17 @@ def attention_backward_bias_kernel(
         if met:
             rows = row0 + tl.arange(0, BLOCK_M)
             j = column0 + tl.arange(0, BLOCK_N)
+            r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
             loadable = seen(j, row0, last, terms, place)
             there = rows < Sq
             q = load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D)
             k = load_tile(head_of(key, k_strides, b, h // group, cu_k), j, loadable, D, BLOCK_D)
-            taken = visible(rows[:, None], j[None, :], terms, place)
+            taken = visible(row0, column0, r, c, terms, place)
             if (terms.keep is not None) or (terms.query_ids is not None):
                 k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
-            x = score_dot(signed(q, signed_scale(terms, place)), k, PRECISION)
+            x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
             size = positive_scale(terms, place)
-            x = scores(x, rows[:, None], j[None, :], size, terms, place)
+            x = scores(x, row0, column0, r, c, size, terms, place)
             x = tl.where(taken, x, float("-inf"))
             p = weights(x, tl.load(statistics_at(settled, place, padded, cu_q) + rows)[:, None], unit(size, terms))
             if norm is not None:
@@ -121,7 +122,7 @@ def _plan(
     programs *= triton.cdiv(sizes[2], tile.block_m) * triton.cdiv(sizes[3], tile.block_n)
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=numbers.precision, BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], num_warps=tile.num_warps,
+        PRECISION=numbers.precision, NEGATE=numbers.negate, BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
     return Launch(attention_backward_bias_kernel, programs, args, options)

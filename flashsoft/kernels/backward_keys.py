@@ -32,7 +32,7 @@ def _gather(
     BLOCK_N: tl.constexpr = k[0].shape[0]
     for row0 in tl.range(start, end, BLOCK_M, num_stages=STAGES):
         rows = row0 + tl.arange(0, BLOCK_M)
-        j = column0 + tl.arange(0, BLOCK_N)
+        r, c = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
         # queries beyond Sq load as zeros with no weight, so that a last tile needs no mask of its scores
         loadable = rows < place.Sq
         if EDGE:
@@ -44,13 +44,14 @@ def _gather(
         row_lse = tl.max(tl.load(lse_head + rows[:, None]), 1)
         row_delta = tl.max(tl.load(delta_head + rows[:, None]), 1)
         if EDGE:
-            taken = visible(rows[None, :], j[:, None], terms, place)
+            # NaN in a key that no query sees would pass the weight 0 of padding
+            taken = visible(row0, column0, r, c, terms, place) & (rows < place.Sq)[None, :]
             if (terms.keep is not None) or (terms.query_ids is not None):
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 q = only(q, some)
                 do = only(do, some)
         products = score_dot(k, q, PRECISION)
-        x = scores(products, rows[None, :], j[:, None], scale, terms, place)
+        x = scores(products, row0, column0, r, c, scale, terms, place)
         if EDGE:
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[None, :], unit(scale, terms))
@@ -80,7 +81,7 @@ def attention_backward_keys_kernel(
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dk_strides, dv_strides, padded,
     tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     terms = Terms(
@@ -118,7 +119,7 @@ def attention_backward_keys_kernel(
         place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
         size = positive_scale(terms, place)
         head_scale = signed_scale(terms, place)
-        k = signed(plain_k, head_scale)
+        k = signed(plain_k, head_scale, NEGATE)
         q_head = head_of(query, q_strides, b, h, cu_q)
         do_head = head_of(dout, dout_strides, b, h, cu_q)
         lse_head = statistics_at(settled, place, padded, cu_q)
@@ -164,7 +165,7 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages, PRECISION=numbers.precision, LOWER_RIGHT=numbers.lower_right,
+        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
         num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)

@@ -3,7 +3,9 @@
 One program owns BLOCK_M queries of one head and walks over the keys they see, as the forward does; 6 * BLOCK_M *
 BLOCK_N * D flops a tile. With x the scores, d = |i + Sk - Sq - j| and q @ k^T the products:
 
-    dq = scale * ds @ k        dslope = -sum ds * d        dfactor = scale * sum ds * (q @ k^T) = scale * row(q * (ds @ k))
+    dq = scale * ds @ k        dslope = -sum ds * d        dfactor = scale * sum ds * (q @ k^T)
+
+The last is the sum of row(q * (ds @ k)), which dq gives for nothing.
 
 In float32 the rounding of lse, eps * |lse| of every weight of a row, would be the largest error of the backward. So
 this kernel, which runs first, also sums each row's weights, and all kernels divide by that sum, 1 but for the rounding.
@@ -21,8 +23,20 @@ from .attention_launch import Numbers, arguments, heads
 from .attention_scores import distance, kept, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
-from .heads import dot_add, head_of, load_tile, only, plain_dot, row_products, scaled, scaled_rows, score_dot, signed
-from .heads import store_tile, zeros
+from .heads import (
+    dot_add,
+    head_of,
+    load_tile,
+    only,
+    plain_dot,
+    row_products,
+    scaled,
+    scaled_rows,
+    score_dot,
+    signed,
+    store_tile,
+    zeros,
+)
 from .launch import Launch, Tensors
 from .masking import runs, seen, visible
 from .softmax import weights
@@ -40,19 +54,20 @@ def _gather(
     for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         rows = row0 + tl.arange(0, BLOCK_M)
         j = column0 + tl.arange(0, BLOCK_N)
+        r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
         if EDGE:
             loadable = seen(j, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
         k = load_tile(k_head, j, loadable, D, BLOCK_D)
         v = load_tile(v_head, j, loadable, DV, BLOCK_DV)
         if EDGE:
-            taken = visible(rows[:, None], j[None, :], terms, place)
+            taken = visible(row0, column0, r, c, terms, place)
             if (terms.keep is not None) or (terms.query_ids is not None):
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 k = only(k, some)
                 v = only(v, some)
         products = score_dot(q, k, PRECISION)
-        x = scores(products, rows[:, None], j[None, :], scale, terms, place)
+        x = scores(products, row0, column0, r, c, scale, terms, place)
         if EDGE:
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[:, None], unit(scale, terms))
@@ -63,7 +78,7 @@ def _gather(
             dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)
         ds = p * (dp - row_delta[:, None])
         if SLOPES:
-            weighted = ds * distance(rows[:, None], j[None, :], place)
+            weighted = ds * distance(row0, column0, r, c, place)
             if EDGE:
                 weighted = tl.where(taken, weighted, 0.0)
             slope_sum += tl.sum(weighted, 1)
@@ -81,7 +96,7 @@ def attention_backward_queries_kernel(
     q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dq_strides, padded, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries; unless None, 1 / (the sum of each row's weights) in `norm`, and a program's share of sums.
 
@@ -103,7 +118,7 @@ def attention_backward_queries_kernel(
     rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
     head_scale = signed_scale(terms, place)
-    q = signed(load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D), head_scale)
+    q = signed(load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D), head_scale, NEGATE)
     do = load_tile(head_of(dout, dout_strides, b, h, cu_q), rows, there, DV, BLOCK_DV)
     size = positive_scale(terms, place)
     row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
@@ -160,7 +175,7 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages, PRECISION=numbers.precision, LOWER_RIGHT=numbers.lower_right,
+        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
         num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)

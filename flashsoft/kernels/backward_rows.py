@@ -1,12 +1,11 @@
 """Statistics of rows for the backward of attention: what its kernels need of each query besides lse.
 
 They lie in tensors of one row a head, each head's padded to whole tiles; packed sequences lie in theirs one after
-another, each at a multiple of PADDING. Padding is as rows without mass: a settled lse of +inf, by which every weight is 0.
+another, each at a multiple of PADDING. Padding is as rows without mass: a settled lse of +inf, which makes weights 0.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..reference.attention import empty_output
 from ..terms import Terms as Given
 from ..tuning.attention import columns, forward_config
-from .attention_launch import Numbers, arguments, heads, numbers, programs, tables, tensors
+from .attention_launch import Numbers, arguments, heads, numbers, tables, tensors
 from .attention_scores import kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
@@ -40,15 +40,16 @@ def _attend(
     for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         rows = row0 + tl.arange(0, BLOCK_M)
         columns = column0 + tl.arange(0, BLOCK_N)
+        r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
         if EDGE:
             loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
         k = load_tile(k_head, columns, loadable, D, BLOCK_D)
         x = score_dot(q, k, PRECISION)
         v = load_tile(v_head, columns, loadable, DV, BLOCK_DV)
-        x = scores(x, rows[:, None], columns[None, :], scale, terms, place)
+        x = scores(x, row0, column0, r, c, scale, terms, place)
         if EDGE:
-            taken = visible(rows[:, None], columns[None, :], terms, place)
+            taken = visible(row0, column0, r, c, terms, place)
             x = tl.where(taken, x, float("-inf"))
             if (terms.keep is not None) or (terms.query_ids is not None):
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
@@ -65,7 +66,7 @@ def attention_forward_kernel(
     q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
     terms = Terms(
@@ -85,7 +86,7 @@ def attention_forward_kernel(
     rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
     q = load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D)
-    q = signed(q, signed_scale(terms, place))
+    q = signed(q, signed_scale(terms, place), NEGATE)
     size = positive_scale(terms, place)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     s = tl.zeros([BLOCK_M], tl.float32)
@@ -130,7 +131,7 @@ def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Launch:
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        STAGES=config.num_stages, PRECISION=numbers.precision, LOWER_RIGHT=numbers.lower_right,
+        STAGES=config.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
         num_warps=config.num_warps,
     )  # fmt: skip
     return Launch(attention_forward_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]

@@ -56,11 +56,13 @@ def _load_block(head, rows, keep_rows, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 @triton.jit
 def load_tile(head, rows, keep_rows, D: tl.constexpr, BLOCKS: tl.constexpr):
     """Rows of a head, zero beyond D and where not keep_rows (None: all rows exist)."""
-    first = _load_block(head, rows, keep_rows, 0, BLOCKS[0], D)
+    FIRST: tl.constexpr = BLOCKS[0]
+    first = _load_block(head, rows, keep_rows, 0, FIRST, D)
     if len(BLOCKS) == 1:
         return (first,)
     else:
-        return (first, _load_block(head, rows, keep_rows, BLOCKS[0], BLOCKS[1], D))
+        SECOND: tl.constexpr = BLOCKS[1]
+        return (first, _load_block(head, rows, keep_rows, FIRST, SECOND, D))
 
 
 @triton.jit
@@ -83,11 +85,13 @@ def store_tile(head, rows, keep_rows, tile, D: tl.constexpr):
 @triton.jit
 def zeros(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """A float32 tile."""
-    first = tl.zeros([ROWS, BLOCKS[0]], tl.float32)
+    FIRST: tl.constexpr = BLOCKS[0]
+    first = tl.zeros([ROWS, FIRST], tl.float32)
     if len(BLOCKS) == 1:
         return (first,)
     else:
-        return (first, tl.zeros([ROWS, BLOCKS[1]], tl.float32))
+        SECOND: tl.constexpr = BLOCKS[1]
+        return (first, tl.zeros([ROWS, SECOND], tl.float32))
 
 
 @triton.jit
@@ -119,13 +123,21 @@ def only(tile, keep_rows):
 
 
 @triton.jit
-def signed(tile, scale):
-    """The tile, negated if scale < 0: exact, and a maximum of its products stays one for |scale|."""
-    sign = tl.where(scale < 0.0, -1.0, 1.0)
-    if len(tile) == 1:
-        return ((tile[0] * sign).to(tile[0].dtype),)
+def signed(tile, scale, NEGATE: tl.constexpr):
+    """The tile, negated if scale < 0: exact, and a maximum of its products stays one for |scale|.
+
+    NEGATE says so beforehand; where it is None, the sign is only known here, and costs a pass over the tile.
+    """
+    if NEGATE is None:
+        sign = tl.where(scale < 0.0, -1.0, 1.0)
+        if len(tile) == 1:
+            return ((tile[0] * sign).to(tile[0].dtype),)
+        else:
+            return ((tile[0] * sign).to(tile[0].dtype), (tile[1] * sign).to(tile[1].dtype))
+    elif NEGATE:
+        return (-tile[0],) if len(tile) == 1 else (-tile[0], -tile[1])
     else:
-        return ((tile[0] * sign).to(tile[0].dtype), (tile[1] * sign).to(tile[1].dtype))
+        return tile
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_terms import at_head
+from .attention_terms import tile_of
 
 
 @triton.jit
@@ -75,23 +75,24 @@ def seeing(i, j_first, j_last, terms, place):
 
 
 @triton.jit
-def visible(i, j, terms, place):
-    """The boolean tile of queries i against keys j, shaped by how i and j broadcast."""
-    inside = (i < place.Sq) & (j < place.Sk)
+def visible(row0, column0, rows, columns, terms, place):
+    """The boolean tile of queries row0 + rows against keys column0 + columns, shaped by how the two broadcast.
+
+    Queries beyond Sq are as others.
+    """
+    inside = columns < place.Sk - column0
     if terms.lo is not None:
-        inside = inside & (j - i >= terms.lo + place.shift)
+        inside = inside & (columns - rows >= row0 - column0 + terms.lo + place.shift)
     if terms.hi is not None:
-        inside = inside & (j - i <= terms.hi + place.shift)
+        inside = inside & (columns - rows <= row0 - column0 + terms.hi + place.shift)
     if terms.query_ids is not None:
         b = place.b.to(tl.int64)
-        own = terms.query_ids + b * terms.ids_strides[0] + i.to(tl.int64) * terms.ids_strides[1]
-        other = terms.key_ids + b * terms.ids_strides[2] + j.to(tl.int64) * terms.ids_strides[3]
-        own_id = tl.load(own, mask=i < place.Sq, other=0)
-        inside = inside & (own_id == tl.load(other, mask=j < place.Sk, other=0))
+        own = terms.query_ids + b * terms.ids_strides[0] + tl.cast(row0 + rows, tl.int64) * terms.ids_strides[1]
+        other = terms.key_ids + b * terms.ids_strides[2] + tl.cast(column0 + columns, tl.int64) * terms.ids_strides[3]
+        own_id = tl.load(own, mask=rows < place.Sq - row0, other=0)
+        inside = inside & (own_id == tl.load(other, mask=columns < place.Sk - column0, other=0))
     if terms.keep is not None:
-        at = i.to(tl.int64) * terms.keep_strides[2] + j.to(tl.int64) * terms.keep_strides[3]
-        kept = tl.load(
-            at_head(terms.keep, terms.keep_strides, place) + at, mask=(i < place.Sq) & (j < place.Sk), other=0
-        )  # fmt: skip
-        inside = inside & (kept != 0)
+        pointers = tile_of(terms.keep, terms.keep_strides, place, row0, column0, rows, columns)
+        there = (rows < place.Sq - row0) & (columns < place.Sk - column0)
+        inside = inside & (tl.load(pointers, mask=there, other=0) != 0)
     return inside

@@ -54,8 +54,8 @@ def tile_runs_kernel(
         if TAIL_IS_EDGE:
             full = position + STEP <= size
         if own_ids is not None:
-            at = position + tl.arange(0, STEP)
-            least, most = _id_range(other_ids + b * other_strides[0], other_strides[1], at, size)
+            along = position + tl.arange(0, STEP)
+            least, most = _id_range(other_ids + b * other_strides[0], other_strides[1], along, size)
             seen = (own_least <= most) & (least <= own_most)
             full = full & (own_least == most) & (least == own_most)
         if keep is not None:
