@@ -161,7 +161,7 @@ def attention_backward_queries_kernel(
         tl.store(dslopes + pid, -tl.sum(slope_sum, 0))
     if dfactor is not None:
         # q was negated with the scale
-        share = tl.sum(tl.where(there, row_products(q, dq), 0.0), 0)
+        share = tl.sum(row_products(dq, q), 0)
         tl.store(dfactor + pid, share * tl.where(head_scale < 0.0, -scale, scale))
     store_tile(head_of(dq_out, dq_strides, b, h, cu_q), rows, there, scaled(dq, head_scale), D)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..tuning.attention import PREPARE_ROWS, ROW_PADDING, columns
 from .attention_launch import Numbers, heads
 from .attention_terms import place_of
-from .heads import head_of, load_tile
+from .heads import head_of, load_tile, row_products
 from .launch import Launch, Tensors, launch
 from .softmax import settle, weights
 
@@ -47,9 +47,7 @@ def attention_prepare_kernel(
     there = rows < place.Sq
     o = load_tile(head_of(out, out_strides, place.b, place.h, cu_q), rows, there, DV, BLOCK_DV)
     do = load_tile(head_of(dout, dout_strides, place.b, place.h, cu_q), rows, there, DV, BLOCK_DV)
-    row_delta = _row_products(o[0], do[0])
-    if len(o) == 2:
-        row_delta += _row_products(o[1], do[1])
+    row_delta = row_products(o, do)  # a row that sees nothing, all 0, takes nothing from NaN in its gradient
     start = 0 if cu_q is None else tl.load(cu_q + place.b)
     if dlse is not None:
         at = dlse + place.h.to(tl.int64) * dlse_strides[1] + (start + rows).to(tl.int64) * dlse_strides[2]
@@ -64,12 +62,6 @@ def attention_prepare_kernel(
     if dsink is not None:
         p = weights(tl.load(sink + place.h).to(tl.float32), row_lse)
         tl.store(dsink + pid, -tl.sum(tl.where(p == 0.0, 0.0, p * row_delta), 0))
-
-
-@triton.jit
-def _row_products(o, do):
-    """row(o * do), where a row that sees nothing, all 0, takes nothing from NaN in its gradient."""
-    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
 
 
 def _plan(inputs: Tensors, outputs: Tensors, padded: int, tiles: int) -> Launch:

@@ -141,12 +141,17 @@ def signed(tile, scale, NEGATE: tl.constexpr):
 
 
 @triton.jit
+def _products(a, b):
+    return tl.sum(tl.where(a == 0.0, 0.0, a.to(tl.float32) * b.to(tl.float32)), 1)
+
+
+@triton.jit
 def row_products(a, b):
-    """The sum of a * b (rows,) over both tiles' columns, in float32."""
-    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
-    if len(a) == 2:
-        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
-    return total
+    """The sum of a * b (rows,) over both tiles' columns, in float32; a 0 in a is 0 whatever stands in b."""
+    if len(a) == 1:
+        return _products(a[0], b[0])
+    else:
+        return _products(a[0], b[0]) + _products(a[1], b[1])
 
 
 @triton.jit
