@@ -27,7 +27,7 @@ def unit(scale, terms):
 @triton.jit
 def distance(row0, column0, rows, columns, place):
     """|i + Sk - Sq - j|, exact in float32 below 2^24."""
-    return tl.abs((row0 + place.offset - column0) + (rows - columns)).to(tl.float32)
+    return tl.abs(rows + (row0 + place.offset - column0) - columns).to(tl.float32)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def tile_of(pointer, strides, place, row0, column0, rows, columns):
     """
     row0, column0 = tl.cast(row0, tl.int64), tl.cast(column0, tl.int64)
     first = at_head(pointer, strides, place) + row0 * strides[2] + column0 * strides[3]
-    return first + (rows * strides[2] + columns * strides[3])
+    return first + rows * strides[2] + columns * strides[3]
 
 
 @triton.jit

@@ -46,11 +46,12 @@ def attention_backward(
     sink, cu_q = given[6], given[11]
     settled, delta, padded, dsink = prepare(out, dout, dlse, lse, sink if wanted.sink else None, cu_q, n)
     norm = torch.ones_like(settled) if query.dtype == torch.float32 else None  # written by the queries' kernel
+    new = torch.empty_like if cu_q is None else torch.zeros_like  # behind the last sequence nothing is written
     dq = dk = dv = dbias = dslopes = dfactor = None
     if wanted.query or wanted.slopes or wanted.factor or norm is not None:
         tile = config.queries
         table = tables(query, key, terms, tile.block_m, tile.block_n)
-        dq = torch.empty_like(query)
+        dq = new(query)
         dslopes = shares(query, cu_q, n, tile) if wanted.slopes else None
         dfactor = shares(query, cu_q, n, tile) if wanted.factor else None
         inputs = (*given, dout, settled, delta, table)
@@ -58,7 +59,7 @@ def attention_backward(
     if wanted.key or wanted.value:
         tile = config.keys
         table = tables(query, key, terms, tile.block_n, tile.block_m, by_keys=True)
-        dk, dv = torch.empty_like(key), torch.empty_like(value)
+        dk, dv = new(key), new(value)
         launch(backward_keys.plan, (*given, dout, settled, delta, norm, table), (dk, dv), n, tile, padded)
     if wanted.bias:
         dbias = bias_gradient((*given, dout, settled, delta, norm), n, config.queries, padded)

@@ -74,8 +74,8 @@ def attention_backward_bias_kernel(
             r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
             loadable = seen(j, row0, last, terms, place)
             there = rows < Sq
-            q = load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D)
-            k = load_tile(head_of(key, k_strides, b, h // group, cu_k), j, loadable, D, BLOCK_D)
+            q = load_tile(head_of(query, q_strides, b, h, cu_q), row0, there, BLOCK_M, D, BLOCK_D)
+            k = load_tile(head_of(key, k_strides, b, h // group, cu_k), column0, loadable, BLOCK_N, D, BLOCK_D)
             taken = visible(row0, column0, r, c, terms, place)
             if (terms.keep is not None) or (terms.query_ids is not None):
                 k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
@@ -86,8 +86,8 @@ def attention_backward_bias_kernel(
             p = weights(x, tl.load(statistics_at(settled, place, padded, cu_q) + rows)[:, None], unit(size, terms))
             if norm is not None:
                 p *= tl.load(statistics_at(norm, place, padded, cu_q) + rows)[:, None]
-            do = load_tile(head_of(dout, dout_strides, b, h, cu_q), rows, there, DV, BLOCK_DV)
-            v = load_tile(head_of(value, v_strides, b, h // group, cu_k), j, loadable, DV, BLOCK_DV)
+            do = load_tile(head_of(dout, dout_strides, b, h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
+            v = load_tile(head_of(value, v_strides, b, h // group, cu_k), column0, loadable, BLOCK_N, DV, BLOCK_DV)
             if (terms.keep is not None) or (terms.query_ids is not None):
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
             dp = plain_dot(do, v, PRECISION)

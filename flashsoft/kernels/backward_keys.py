@@ -37,8 +37,8 @@ def _gather(
         loadable = rows < place.Sq
         if EDGE:
             loadable = seeing(rows, column0, tl.minimum(column0 + BLOCK_N, place.Sk) - 1, terms, place)
-        q = load_tile(q_head, rows, loadable, D, BLOCK_D)
-        do = load_tile(do_head, rows, loadable, DV, BLOCK_DV)
+        q = load_tile(q_head, row0, loadable, BLOCK_M, D, BLOCK_D)
+        do = load_tile(do_head, row0, loadable, BLOCK_M, DV, BLOCK_DV)
         # one column, reduced: loaded once and spread through shared memory. Loaded plainly, these go to every thread of
         # a column of scores by pointers of its own, and the registers for those spill
         row_lse = tl.max(tl.load(lse_head + rows[:, None]), 1)
@@ -100,8 +100,8 @@ def attention_backward_keys_kernel(
         return
     j = column0 + tl.arange(0, BLOCK_N)
     used = j < place.Sk
-    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k), j, used, D, BLOCK_D)
-    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k), j, used, DV, BLOCK_DV)
+    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k), column0, used, BLOCK_N, D, BLOCK_D)
+    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k), column0, used, BLOCK_N, DV, BLOCK_DV)
     dk = zeros(BLOCK_N, BLOCK_D)
     dv = zeros(BLOCK_N, BLOCK_DV)
     # seen from a key the band is turned round
@@ -152,8 +152,8 @@ def attention_backward_keys_kernel(
     if factor is None:
         dk = scaled(dk, scale)
     there = j < length
-    store_tile(head_of(dk_out, dk_strides, b, h_kv, cu_k), j, there, only(dk, used), D)
-    store_tile(head_of(dv_out, dv_strides, b, h_kv, cu_k), j, there, only(dv, used), DV)
+    store_tile(head_of(dk_out, dk_strides, b, h_kv, cu_k), column0, there, only(dk, used), D)
+    store_tile(head_of(dv_out, dv_strides, b, h_kv, cu_k), column0, there, only(dv, used), DV)
 
 
 def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:

@@ -58,8 +58,8 @@ def _gather(
         loadable = None
         if EDGE:
             loadable = seen(j, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
-        k = load_tile(k_head, j, loadable, D, BLOCK_D)
-        v = load_tile(v_head, j, loadable, DV, BLOCK_DV)
+        k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
+        v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         if EDGE:
             taken = visible(row0, column0, r, c, terms, place)
             if (terms.keep is not None) or (terms.query_ids is not None):
@@ -118,8 +118,9 @@ def attention_backward_queries_kernel(
     rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
     head_scale = signed_scale(terms, place)
-    q = signed(load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D), head_scale, NEGATE)
-    do = load_tile(head_of(dout, dout_strides, b, h, cu_q), rows, there, DV, BLOCK_DV)
+    q = load_tile(head_of(query, q_strides, b, h, cu_q), row0, there, BLOCK_M, D, BLOCK_D)
+    q = signed(q, head_scale, NEGATE)
+    do = load_tile(head_of(dout, dout_strides, b, h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
     size = positive_scale(terms, place)
     row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
     row_delta = tl.load(statistics_at(delta, place, padded, cu_q) + rows)
@@ -163,7 +164,7 @@ def attention_backward_queries_kernel(
         # q was negated with the scale
         share = tl.sum(row_products(dq, q), 0)
         tl.store(dfactor + pid, share * tl.where(head_scale < 0.0, -scale, scale))
-    store_tile(head_of(dq_out, dq_strides, b, h, cu_q), rows, there, scaled(dq, head_scale), D)
+    store_tile(head_of(dq_out, dq_strides, b, h, cu_q), row0, there, scaled(dq, head_scale), D)
 
 
 def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:

@@ -41,12 +41,13 @@ def attention_prepare_kernel(
     """
     pid = tl.program_id(0)
     place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sq, None, cu_q, cu_q, False)
-    rows = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    if pid % tiles * BLOCK_M >= tl.cdiv(place.Sq, PADDING) * PADDING:
+    row0 = pid % tiles * BLOCK_M
+    rows = row0 + tl.arange(0, BLOCK_M)
+    if row0 >= tl.cdiv(place.Sq, PADDING) * PADDING:
         return
     there = rows < place.Sq
-    o = load_tile(head_of(out, out_strides, place.b, place.h, cu_q), rows, there, DV, BLOCK_DV)
-    do = load_tile(head_of(dout, dout_strides, place.b, place.h, cu_q), rows, there, DV, BLOCK_DV)
+    o = load_tile(head_of(out, out_strides, place.b, place.h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
+    do = load_tile(head_of(dout, dout_strides, place.b, place.h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
     row_delta = row_products(o, do)  # a row that sees nothing, all 0, takes nothing from NaN in its gradient
     start = 0 if cu_q is None else tl.load(cu_q + place.b)
     if dlse is not None:

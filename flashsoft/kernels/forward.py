@@ -44,9 +44,9 @@ def _attend(
         loadable = None
         if EDGE:
             loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
-        k = load_tile(k_head, columns, loadable, D, BLOCK_D)
+        k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
         x = score_dot(q, k, PRECISION)
-        v = load_tile(v_head, columns, loadable, DV, BLOCK_DV)
+        v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         x = scores(x, row0, column0, r, c, scale, terms, place)
         if EDGE:
             taken = visible(row0, column0, r, c, terms, place)
@@ -85,7 +85,7 @@ def attention_forward_kernel(
     v_head = head_of(value, v_strides, b, h // group, cu_k)
     rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
-    q = load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D)
+    q = load_tile(head_of(query, q_strides, b, h, cu_q), row0, there, BLOCK_M, D, BLOCK_D)
     q = signed(q, signed_scale(terms, place), NEGATE)
     size = positive_scale(terms, place)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -117,7 +117,7 @@ def attention_forward_kernel(
     inverse, row_lse = finish(m, s, LN2)
     if seed is not None:
         inverse *= dropout_scale
-    store_tile(head_of(out, out_strides, b, h, cu_q), rows, there, scaled_rows(acc, inverse), DV)
+    store_tile(head_of(out, out_strides, b, h, cu_q), row0, there, scaled_rows(acc, inverse), DV)
     lse_head = lse + (place.stream.to(tl.int64) * Sq if cu_q is None else h.to(tl.int64) * Sq + tl.load(cu_q + b))
     tl.store(lse_head + rows, row_lse, mask=there)
 
@@ -144,6 +144,9 @@ def attention_forward(
     B, Hq, Sq, _ = query.shape
     out = empty_output(query, value.shape[3])
     lse = query.new_empty_strided((B, Hq, Sq), (Hq * Sq, Sq, 1), dtype=torch.float32)
+    if terms.cu_q is not None:  # what lies behind the last sequence sees nothing
+        out.zero_()
+        lse.fill_(float("-inf"))
     if lse.numel() > 0:
         config = forward_config(query, value.shape[3])
         table = tables(query, key, terms, config.block_m, config.block_n)

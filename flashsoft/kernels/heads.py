@@ -33,15 +33,21 @@ def head_of(pointer, strides, b, h, starts):
 
 
 @triton.jit
-def _block(head, rows, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers (rows, WIDTH) from column FIRST."""
+def _block(head, row0, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers (ROWS, WIDTH) from row0 and column FIRST.
+
+    Rows are added up before they are multiplied: offsets that stay the same in a loop over tiles, kept outside it, save
+    a few instructions and have ptxas 12.8 run the products around them one by one (its warning C7515).
+    """
     columns = (tl.arange(0, WIDTH) + FIRST).to(tl.int64) * head.strides[3]
-    return head.pointer + rows.to(tl.int64)[:, None] * head.strides[2] + columns[None, :]
+    return head.pointer + tl.cast(row0 + tl.arange(0, ROWS), tl.int64)[:, None] * head.strides[2] + columns[None, :]
 
 
 @triton.jit
-def _load_block(head, rows, keep_rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    pointers = _block(head, rows, FIRST, WIDTH)
+def _load_block(
+    head, row0, keep_rows, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    pointers = _block(head, row0, ROWS, FIRST, WIDTH)
     if keep_rows is None and FIRST + WIDTH <= D:
         return tl.load(pointers)
     elif FIRST + WIDTH <= D:
@@ -54,32 +60,33 @@ def _load_block(head, rows, keep_rows, FIRST: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def load_tile(head, rows, keep_rows, D: tl.constexpr, BLOCKS: tl.constexpr):
-    """Rows of a head, zero beyond D and where not keep_rows (None: all rows exist)."""
+def load_tile(head, row0, keep_rows, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr):
+    """ROWS rows of a head, zero beyond D and where not keep_rows (None: all rows exist)."""
     FIRST: tl.constexpr = BLOCKS[0]
-    first = _load_block(head, rows, keep_rows, 0, FIRST, D)
+    first = _load_block(head, row0, keep_rows, ROWS, 0, FIRST, D)
     if len(BLOCKS) == 1:
         return (first,)
     else:
         SECOND: tl.constexpr = BLOCKS[1]
-        return (first, _load_block(head, rows, keep_rows, FIRST, SECOND, D))
+        return (first, _load_block(head, row0, keep_rows, ROWS, FIRST, SECOND, D))
 
 
 @triton.jit
-def _store_block(head, rows, keep_rows, x, FIRST: tl.constexpr, D: tl.constexpr):
+def _store_block(head, row0, keep_rows, x, FIRST: tl.constexpr, D: tl.constexpr):
+    ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     keep = keep_rows[:, None]
     if FIRST + WIDTH > D:
         keep = keep & (tl.arange(0, WIDTH) + FIRST < D)[None, :]
-    tl.store(_block(head, rows, FIRST, WIDTH), x.to(head.pointer.dtype.element_ty), mask=keep)
+    tl.store(_block(head, row0, ROWS, FIRST, WIDTH), x.to(head.pointer.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def store_tile(head, rows, keep_rows, tile, D: tl.constexpr):
+def store_tile(head, row0, keep_rows, tile, D: tl.constexpr):
     """Writes a tile's rows where keep_rows, up to column D."""
-    _store_block(head, rows, keep_rows, tile[0], 0, D)
+    _store_block(head, row0, keep_rows, tile[0], 0, D)
     if len(tile) == 2:
-        _store_block(head, rows, keep_rows, tile[1], tile[0].shape[1], D)
+        _store_block(head, row0, keep_rows, tile[1], tile[0].shape[1], D)
 
 
 @triton.jit

@@ -78,13 +78,15 @@ def seeing(i, j_first, j_last, terms, place):
 def visible(row0, column0, rows, columns, terms, place):
     """The boolean tile of queries row0 + rows against keys column0 + columns, shaped by how the two broadcast.
 
-    Queries beyond Sq are as others.
+    Queries beyond Sq are as others. No expression of rows and columns alone stands here: it would be a tile of
+    registers held through the loop.
     """
-    inside = columns < place.Sk - column0
-    if terms.lo is not None:
-        inside = inside & (columns - rows >= row0 - column0 + terms.lo + place.shift)
+    last = place.Sk - 1 - column0
     if terms.hi is not None:
-        inside = inside & (columns - rows <= row0 - column0 + terms.hi + place.shift)
+        last = tl.minimum(last, rows + (row0 - column0 + terms.hi + place.shift))
+    inside = columns <= last
+    if terms.lo is not None:
+        inside = inside & (columns >= rows + (row0 - column0 + terms.lo + place.shift))
     if terms.query_ids is not None:
         b = place.b.to(tl.int64)
         own = terms.query_ids + b * terms.ids_strides[0] + tl.cast(row0 + rows, tl.int64) * terms.ids_strides[1]
