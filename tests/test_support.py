@@ -86,6 +86,7 @@ def test_explain_knows_what_a_call_has(feature: str, monkeypatch: pytest.MonkeyP
     q, k = torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 9, 16)
     lacking = replace(dispatch.TRITON, forward=dispatch.ALL - {feature})
     monkeypatch.setattr(dispatch, "TRITON", lacking)
+    monkeypatch.setattr("flashsoft.env.BACKEND", None)
     reason = flashsoft.explain(q, k, k, **given(feature)).reasons["triton"]  # type: ignore[arg-type]
     assert reason == f"it has no {feature}"
     plain = flashsoft.explain(q, k, k).reasons.get("triton", "")

@@ -228,9 +228,9 @@ def captured(model: GPT, tokens: Tensor) -> list[cases.Tensors]:
     layers = [block.get_submodule("attention") for block in model.blocks]
 
     def recording(attend: Any) -> Any:
-        def record(query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike) -> Tensor:
+        def record(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
             calls.append({"query": query, "key": key, "value": value})
-            return attend(query, key, value, mask)  # type: ignore[no-any-return]
+            return attend(query, key, value, *options)  # type: ignore[no-any-return]
 
         return record
 
