@@ -153,7 +153,14 @@ def _terms(
     scores = (B, Hq, Sq, key.shape[2])
     spec = checks.mask(mask, scores, "query", query.device)
     keep = spec.keep
-    return terms_of(query, scores, bias=bias, scale=scale, softcap=softcap, sink=sink, dropout_p=dropout_p)._replace(
+    return terms_of(
+        query,
+        scores,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
         keep=None if keep is None else keep.reshape((1,) * (4 - keep.ndim) + keep.shape),
         query_ids=spec.query_ids,
         key_ids=spec.key_ids,

@@ -22,8 +22,12 @@ def terms_of(
     sink: Any,
     dropout_p: Any,
     batch: tuple[int, str] | None = None,
+    **visible: Any,
 ) -> Terms:
-    """All but masks, for query (..., D) and scores (B, Hq, Sq, Sk). `batch` says what slopes (B, Hq) are for."""
+    """For query (..., D) and scores (B, Hq, Sq, Sk); `visible` is what masks and packing came to, field by field.
+
+    `batch` says what slopes (B, Hq) are for.
+    """
     B, Hq = scores[:2]
     device = query.device
     slopes: Tensor | None = None
@@ -37,7 +41,8 @@ def terms_of(
             raise TypeError(f"bias must have query's dtype {query.dtype} or float32, got {bias.dtype}")
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     factor = checks.scale(scale, query.shape[-1], Hq, device)
-    checks.sink(sink, Hq, device)
+    if sink is not None:
+        checks.sink(sink, Hq, device)
     share = checks.dropout_p(dropout_p)
     return Terms(
         bias=bias,
@@ -49,4 +54,5 @@ def terms_of(
         scale=1.0 if isinstance(factor, Tensor) else factor,
         softcap=None if softcap is None else checks.number("softcap", softcap, positive=True),
         dropout_p=share,
+        **visible,
     )

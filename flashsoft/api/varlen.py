@@ -124,7 +124,6 @@ def attention_varlen(
         sink=sink,
         dropout_p=dropout_p,
         batch=(cu_seqlens_q.shape[0] - 1, "sequences"),
-    )._replace(
         cu_q=cu_seqlens_q,
         cu_k=cu_seqlens_k,
         lo=lo,

@@ -34,7 +34,7 @@ def _clamped(query: Tensor, key: Tensor, terms: Terms) -> Terms:
     # from the last query and key, j - i lies within -columns..rows
     sizes = (columns, rows) if terms.lower_right else (rows, columns)
     lo, hi = masks.clamp_band(terms.lo, terms.hi, *sizes)
-    return terms._replace(lo=lo, hi=hi)
+    return terms if (lo, hi) == (terms.lo, terms.hi) else terms._replace(lo=lo, hi=hi)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -123,6 +123,6 @@ def _attention_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     return tuple(gradients)
 
 
-differentiate("attention", _save_attention, _attention_gradient)
+differentiate("attention", _save_attention, _attention_gradient, many_arguments=True)
 not_twice("attention", "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)")
 batch_attention()
