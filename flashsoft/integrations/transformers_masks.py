@@ -1,0 +1,137 @@
+"""Masks of transformers as values: what its mask functions say, read off and handed to each layer unbuilt.
+
+transformers composes a mask of functions of (batch, head, query, key), which its own backends evaluate at every
+position. Those that its factories make are read back here, by the code that they run and what they close over; any other
+function, and whatever is being traced, goes to `sdpa_mask`, which builds a boolean tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils as made
+from transformers.utils.import_utils import is_tracing
+
+from ..masks import All, Causal, Mask, Padding, Segments, Window
+
+MaskFunction = Callable[..., Any]
+
+_any = torch.zeros(1, 1, dtype=torch.long)
+AND = made.and_masks(made.causal_mask_function).__code__
+WINDOW = made.sliding_window_overlay(1).__code__
+WINDOW_BOTH_SIDES = made.sliding_window_bidirectional_overlay(1).__code__
+PACKED = made.packed_sequence_mask_function(_any).__code__
+REMAPPED = made.remap_positions_for_packed_sequence(made.causal_mask_function, _any).__code__
+
+
+def online_softmax_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = made.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
+) -> Mask | Tensor | None:
+    """The mask of a forward pass, as transformers asks for it.
+
+    Args:
+        batch_size, q_length, kv_length: B, Sq and Sk.
+        q_offset, kv_offset: query i stands at i + q_offset, key j at j + kv_offset. A static cache has a tensor here.
+        mask_function: of positions; True = takes part.
+        attention_mask: boolean (B, positions), True = a token, False = padding.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether the mask need not be a tensor.
+        options: for `sdpa_mask`.
+
+    Returns:
+        None where the layers know by themselves (all keys, or those up to each query's index), a `Mask`, or a boolean
+        (B, 1, Sq, Sk).
+    """
+    parts = None
+    if not isinstance(q_offset, Tensor) and not options.get("use_vmap"):
+        parts = _read(mask_function, q_length, kv_length, q_offset - kv_offset)
+    if parts is not None:
+        causal = any(isinstance(part, Causal) for part in parts)
+        packed = any(isinstance(part, Segments) for part in parts)  # transformers then forbids is_causal, not values
+        if packed or (allow_is_causal_skip if causal else allow_is_bidirectional_skip):
+            if attention_mask is not None:
+                keep = made.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+                parts = (*parts, Padding(keep[:, kv_offset : kv_offset + kv_length]))
+            return _simplest(parts, q_length, kv_length, q_offset - kv_offset)
+    return made.sdpa_mask(  # type: ignore[no-any-return]
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **options,
+    )
+
+
+def _read(
+    function: MaskFunction, Sq: int, Sk: int, offset: int, *, in_packed: bool = False
+) -> tuple[Mask, ...] | None:
+    """The same as values that all hold, query i standing `offset` keys after key i; None for what cannot be read."""
+    align = "lower_right" if offset == Sk - Sq else offset
+    if function is made.causal_mask_function:
+        return (Causal(align),)
+    if function is made.bidirectional_mask_function:
+        return ()
+    if is_tracing():  # where functions made in the trace have no code to look at
+        return None
+    code = _code(function)
+    inside = {} if code is None else _closure(function)
+    if code is AND:
+        functions = inside["mask_functions"]
+        in_packed = in_packed or any(_code(one) is PACKED for one in functions)
+        read = [_read(one, Sq, Sk, offset, in_packed=in_packed) for one in functions]
+        return None if None in read else tuple(part for parts in read if parts is not None for part in parts)
+    if code is WINDOW:
+        return (Window(inside["sliding_window"] - 1, None, align),)
+    if code is WINDOW_BOTH_SIDES:
+        return (Window(inside["sliding_window"], inside["sliding_window"], align),)
+    if code is PACKED and offset == 0:
+        return (Segments(inside["packed_sequence_mask"]),)
+    if code is REMAPPED and in_packed:  # to positions in the own sequence, which are as far apart as the tokens
+        return _read(inside["mask_function"], Sq, Sk, offset)
+    return None
+
+
+def _code(function: MaskFunction) -> CodeType | None:
+    return getattr(function, "__code__", None)
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    return dict(
+        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
+    )
+
+
+def _simplest(parts: tuple[Mask, ...], Sq: int, Sk: int, offset: int) -> Mask | None:
+    needed = tuple(part for part in parts if _hides(part, Sq, Sk, offset))
+    if not needed or (len(needed) == 1 and isinstance(needed[0], Causal) and offset == 0):
+        return None
+    return needed[0] if len(needed) == 1 else All(needed)
+
+
+def _hides(part: Mask, Sq: int, Sk: int, offset: int) -> bool:
+    """Whether some query does not see some key."""
+    if isinstance(part, Causal):
+        return Sq > 1 or offset < Sk - 1
+    if isinstance(part, Window):
+        before = part.left is not None and Sq - 1 + offset > part.left
+        return before or (part.right is not None and Sk - 1 - offset > part.right)
+    if isinstance(part, Padding):  # one read of the device a forward pass, as transformers' own masks do
+        return is_tracing(part.keys) or not bool(part.keys.all())
+    return True
