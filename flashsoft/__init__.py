@@ -6,8 +6,10 @@
 torch.Size([1, 2, 5, 16])
 """
 
+from .alibi import ALiBi
 from .api import (
     attention,
+    attention_varlen,
     explain,
     fused_cross_entropy,
     fused_linear_cross_entropy,
@@ -20,12 +22,13 @@ from .api import (
     softmax,
 )
 from .errors import BackendUnavailableError
-from .masks import Causal, Window
+from .masks import Causal, Padding, Segments, Window
 from .modules import FusedAttention, FusedCrossEntropyLoss, FusedSoftmax, KVCache, LogSoftmax, Softmax
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALiBi",
     "BackendUnavailableError",
     "Causal",
     "FusedAttention",
@@ -33,9 +36,12 @@ __all__ = [
     "FusedSoftmax",
     "KVCache",
     "LogSoftmax",
+    "Padding",
+    "Segments",
     "Softmax",
     "Window",
     "attention",
+    "attention_varlen",
     "explain",
     "fused_cross_entropy",
     "fused_linear_cross_entropy",

@@ -5,6 +5,7 @@ No rule reads a value on the device, except the content checks that FLASHSOFT_CH
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 from . import env, masks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512
+MASKS = (masks.Causal, masks.Window, masks.Segments, masks.Padding)
 NO_MASK = masks.MaskSpec()
 MAX_INT = 1 << 1023  # the largest power of two that is a float too
 
@@ -72,18 +74,48 @@ def mask(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
         return NO_MASK
     if not isinstance(value, masks.Mask | Tensor):
         raise TypeError(f"mask must be a boolean tensor or a mask such as Causal(), got {type(value).__name__}")
+    Sq, Sk = shape[-2:] if len(shape) > 1 else (0, 0)  # without a second dimension there are only tensors
     for term in masks.terms(value):
-        if not isinstance(term, masks.Causal | masks.Window | Tensor):
-            raise TypeError(f"mask must be made of Causal, Window and boolean tensors, got {type(term).__name__}")
         if isinstance(term, Tensor):
             if term.dtype != torch.bool:
                 raise TypeError(f"mask must be boolean (True = takes part), got {term.dtype}")
             on_device("mask", term, other, device)
             broadcastable("mask", term, shape, "the scores")
+        elif not isinstance(term, MASKS):
+            names = ", ".join(kind.__name__ for kind in MASKS)
+            raise TypeError(f"mask must be made of {names} and boolean tensors, got {type(term).__name__}")
         elif len(shape) < 2:
             raise ValueError(f"mask {term!r} needs scores (..., Sq, Sk), got shape {tuple(shape)}")
-    Sq, Sk = shape[-2:] if len(shape) > 1 else (0, 0)  # without a second dimension there are only tensors
-    return masks.resolve(value, Sq, Sk)
+        elif isinstance(term, masks.Segments):
+            for ids, length, what in zip(term.pair, (Sq, Sk), ("queries", "keys"), strict=True):
+                _by_entry("Segments: ids", ids, shape, (length,), what, other, device)
+        elif isinstance(term, masks.Padding):
+            sizes = (Sk,) if term.keys.dtype == torch.bool else ()
+            _by_entry("Padding: keys", term.keys, shape, sizes, "keys", other, device)
+            if (
+                not sizes
+                and _contents_can_be_read(term.keys)
+                and not bool(((term.keys >= 0) & (term.keys <= Sk)).all())
+            ):
+                raise ValueError(f"Padding: keys must be 0 to {Sk} in every entry, got {term.keys.tolist()}")
+    return masks.resolve(value, Sq, Sk, len(shape))
+
+
+def _by_entry(
+    name: str,
+    value: Tensor,
+    shape: Sequence[int],
+    sizes: tuple[int, ...],
+    what: str,
+    other: str,
+    device: torch.device,
+) -> None:
+    """`value` is (B, *sizes), or (1, *sizes) if it has sizes, for scores (B, ..., Sq, Sk), or (Sq, Sk) with B = 1."""
+    on_device(name, value, other, device)
+    B = shape[0] if len(shape) > 2 else 1
+    if (value.shape[0] != B and not (sizes and value.shape[0] == 1)) or tuple(value.shape[1:]) != sizes:
+        full = f"{(B, *sizes)} for {B} entries" + (f" of {sizes[0]} {what}" if sizes else "")
+        raise ValueError(f"{name} must be {full}, got shape {tuple(value.shape)}")
 
 
 def backend(value: Any) -> str:
@@ -193,6 +225,46 @@ def bias(value: Any, shape: Sequence[int], other: str, device: torch.device) -> 
     broadcastable("bias", value, shape, "the scores")
 
 
+def slopes(value: Tensor, heads: int, batch: int, what: str, device: torch.device) -> None:
+    """ALiBi's slopes, (Hq,) or (B, Hq)."""
+    tensor("ALiBi: slopes", value)
+    on_device("ALiBi: slopes", value, "query", device)
+    if value.shape[-1] != heads or (value.ndim == 2 and value.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"ALiBi: slopes must be ({heads},) or ({batch}, {heads}) for {batch} {what} of {heads} heads, "
+            f"got shape {tuple(value.shape)}"
+        )
+
+
+def scale(value: Any, D: int, heads: int, device: torch.device) -> float | Tensor:
+    """A finite number, 1 / sqrt(D) for None, or a floating tensor (), (1,) or (Hq,)."""
+    if not isinstance(value, Tensor):
+        return float(D**-0.5) if value is None else number("scale", value)
+    tensor("scale", value)
+    on_device("scale", value, "query", device)
+    if tuple(value.shape) not in ((), (1,), (heads,)):
+        raise ValueError(f"scale must be a number, or a tensor (), (1,) or ({heads},), got shape {tuple(value.shape)}")
+    return value
+
+
+def sink(value: Any, heads: int, device: torch.device) -> None:
+    """None, or a floating tensor of an entry a head."""
+    if value is None:
+        return
+    tensor("sink", value)
+    on_device("sink", value, "query", device)
+    if tuple(value.shape) != (heads,):
+        raise ValueError(f"sink must have an entry for each of query's {heads} heads, got shape {tuple(value.shape)}")
+
+
+def dropout_p(value: Any) -> float:
+    """A share of weights, 0 to 1."""
+    share = number("dropout_p", value)
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"dropout_p must be 0 to 1, got {value}")
+    return share
+
+
 def generator(value: Any, device: torch.device) -> None:
     """None, or a generator of the device that numbers are drawn on."""
     if value is None:
@@ -220,11 +292,58 @@ def attention(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"value must have key's heads and length {(Hkv, Sk)}, got shape {tuple(value.shape)}")
     if D_key != D:
         raise ValueError(f"key must have query's head size {D}, got shape {tuple(key.shape)}")
-    for name, size in (("query", D), ("value", Dv)):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must have a head size (last dimension) of 1 to {MAX_HEAD_DIM}, got {size}")
+    for name, size, most in (("query", D, MAX_HEAD_DIM), ("value", Dv, MAX_VALUE_DIM)):
+        if not 1 <= size <= most:
+            raise ValueError(f"{name} must have a head size (last dimension) of 1 to {most}, got {size}")
     if (Hkv == 0 and Hq != 0) or (Hkv != 0 and Hq % Hkv != 0):
         raise ValueError(f"query must have a multiple of key's {Hkv} heads, got {Hq} (shape {tuple(query.shape)})")
+
+
+def packed(query: Any, key: Any, value: Any, ends: dict[str, Any], longest: dict[str, Any]) -> None:
+    """query (Tq, Hq, D), key (Tk, Hkv, D) and value (Tk, Hkv, Dv) fit together and are cut by cu_seqlens_q and _k."""
+    tensor("query", query, 3, "(Tq, Hq, D)")
+    tensor("key", key, 3, "(Tk, Hkv, D)")
+    tensor("value", value, 3, "(Tk, Hkv, Dv)")
+    attention(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)))
+    sizes = dict(zip(longest, [size(name, most, least=0) for name, most in longest.items()], strict=True))
+    for name, given in ends.items():
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be an int32 tensor, got {type(given).__name__}")
+        if given.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {given.dtype}")
+        if given.ndim != 1 or given.shape[0] == 0:
+            raise ValueError(f"{name} must be (sequences + 1,), got shape {tuple(given.shape)}")
+        on_device(name, given, "query", query.device)
+    (q_name, q_ends), (k_name, k_ends) = ends.items()
+    if q_ends.shape != k_ends.shape:
+        raise ValueError(f"{k_name} must be as long as {q_name}, {tuple(q_ends.shape)}, got {tuple(k_ends.shape)}")
+    for (name, given), (limit, most), total in zip(ends.items(), sizes.items(), (query, key), strict=True):
+        if _contents_can_be_read(given):
+            starts, length = given.tolist(), total.shape[0]
+            if starts[0] != 0 or starts != sorted(starts) or starts[-1] > length:
+                raise ValueError(f"{name} must ascend from 0 to {length} at most, got {starts}")
+            found = max((b - a for a, b in itertools.pairwise(starts)), default=0)
+            if found > most:
+                raise ValueError(f"{limit} must be at least {found}, the longest in {name}, got {most}")
+
+
+def packed_mask(value: Any) -> tuple[int | None, int | None, bool]:
+    """A band for each packed sequence: lo, hi, and whether they count from the last query and key."""
+    if value is None:
+        return None, None, False
+    known = isinstance(value, masks.Mask | Tensor)
+    aligns = set()
+    for term in masks.terms(value) if known else (value,):
+        if not isinstance(term, masks.Causal | masks.Window):
+            raise TypeError(
+                "mask must be made of Causal and Window for packed sequences (with attention, Segments packs them and "
+                f"joins any mask), got {type(term).__name__}"
+            )
+        aligns.add(term.align == "lower_right")
+    if len(aligns) > 1:
+        raise ValueError(f"mask must be aligned lower right in all its parts or in none, got {value!r}")
+    spec = masks.resolve(value, 0, 0)
+    return spec.lo, spec.hi, aligns == {True}
 
 
 def linear_loss(hidden: Any, weight: Any, bias: Any) -> None:

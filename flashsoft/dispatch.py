@@ -14,6 +14,22 @@ from torch import Tensor
 
 from . import env
 from .errors import BackendUnavailableError
+from .terms import Terms
+
+# of attention: its name, and what of `Terms` says that a call has it
+FEATURES = {
+    "band": ("lo", "hi"),
+    "boolean mask": ("keep",),
+    "segments": ("query_ids",),
+    "lengths": ("lengths",),
+    "bias": ("bias",),
+    "ALiBi": ("slopes",),
+    "softcap": ("softcap",),
+    "sink": ("sink",),
+    "tensor scale": ("factor",),
+    "dropout": ("seed",),
+    "packed": ("cu_q",),
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,9 @@ class Problem:
     op: str
     device: torch.device
     dtype: torch.dtype
+    features: frozenset[str] = frozenset()
+    head_dim: int = 0
+    value_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,14 +131,39 @@ def explain_on(problem: Problem, target: Target, requested: str | None = None) -
     return Explanation(chosen, reasons)
 
 
+def features(terms: Terms) -> frozenset[str]:
+    """Which of FEATURES a call of attention has."""
+    return _features(tuple([term is not None for term in terms]))
+
+
+@functools.cache
+def _features(given: tuple[bool, ...]) -> frozenset[str]:
+    present = {name for name, there in zip(Terms._fields, given, strict=True) if there}
+    return frozenset(name for name, fields in FEATURES.items() if not present.isdisjoint(fields))
+
+
+def choose_attention(query: Tensor, value: Tensor, terms: Terms, requested: str | None = None) -> ModuleType:
+    """`choose` for a call of attention."""
+    sizes = query.shape[-1], value.shape[-1]
+    return _choose("attention", query.device, query.dtype, requested or env.BACKEND, features(terms), *sizes)
+
+
 def choose(op: str, x: Tensor, requested: str | None = None) -> ModuleType:
     """The module that runs `op` on tensors like x: the backend asked for by name, or the first that has no reason."""
     return _choose(op, x.device, x.dtype, requested or env.BACKEND)
 
 
 @functools.cache
-def _choose(op: str, device: torch.device, dtype: torch.dtype, requested: str | None) -> ModuleType:
-    problem = Problem(op, device, dtype)
+def _choose(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    requested: str | None,
+    features: frozenset[str] = frozenset(),
+    head_dim: int = 0,
+    value_dim: int = 0,
+) -> ModuleType:
+    problem = Problem(op, device, dtype, features, head_dim, value_dim)
     explanation = explain_on(problem, target_of(problem.device), requested)
     if explanation.backend is None:
         why = "; ".join(

@@ -1,8 +1,8 @@
 """Masks as values: what a query may attend to, said without building it.
 
-`Causal` and `Window` are bands around a diagonal: key j is visible to query i iff lo <= j - i <= hi. A boolean
-tensor (True = takes part) is a mask too. All of them combine with `&`, and every combination comes down to one
-`MaskSpec`: two optional integers and an optional tensor, which is all that kernels ever see.
+`Causal` and `Window` are bands around a diagonal: key j is visible to query i iff lo <= j - i <= hi. `Segments` lets
+only equal ids meet, `Padding` hides the end of a batch entry's keys, and a boolean tensor (True = takes part) is a mask
+too. All of them combine with `&`, and every combination comes down to one `MaskSpec`, which is all that kernels see.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ FAR = 1 << 40  # further than any key: what lies beyond makes no difference, and
 
 
 class MaskSpec(NamedTuple):
-    """Key j is visible to query i iff lo <= j - i <= hi and keep[..., i, j]; None sets no limit."""
+    """Key j is visible to query i iff it is by each of these; None sets no limit.
+
+    lo, hi: lo <= j - i <= hi. keep: keep[..., i, j], broadcast to the scores.
+    query_ids, key_ids: query_ids[b, i] == key_ids[b, j]; (B or 1, Sq) and (B or 1, Sk), both or neither.
+    lengths: j < lengths[b]; (B,).
+    """
 
     lo: int | None = None
     hi: int | None = None
     keep: torch.Tensor | None = None
+    query_ids: torch.Tensor | None = None
+    key_ids: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
 
 class Mask:
@@ -85,6 +93,68 @@ class Window(Mask):
 
 
 @dataclass(frozen=True, eq=False)
+class Segments(Mask):
+    """Query i sees key j iff their ids are equal: documents packed into one row do not see each other.
+
+    `ids` is one int32 or int64 tensor (S,) or (B, S) for queries and keys alike, or a pair (query_ids, key_ids) of
+    sizes (Sq,) or (B, Sq) and (Sk,) or (B, Sk). Ids are any integers in any order.
+
+    >>> from flashsoft import attention, Causal
+    >>> q = k = v = torch.randn(1, 2, 5, 8)
+    >>> out = attention(q, k, v, mask=Causal() & Segments(torch.tensor([0, 0, 1, 1, 1])))
+    >>> torch.allclose(out[:, :, 2], v[:, :, 2])  # the first of its document sees itself only
+    True
+    """
+
+    ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        pair = self.ids if isinstance(self.ids, tuple) else (self.ids, self.ids)
+        if len(pair) != 2 or not all(isinstance(ids, torch.Tensor) for ids in pair):
+            got = "that" if isinstance(self.ids, tuple) else type(self.ids).__name__
+            raise TypeError(f"Segments: ids must be a tensor or a pair (query_ids, key_ids), got {got}")
+        for ids in pair:
+            _check_integers("Segments: ids", ids)
+            if ids.ndim not in (1, 2):
+                raise ValueError(f"Segments: ids must be (S,) or (B, S), got shape {tuple(ids.shape)}")
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids of queries and of keys, each (B or 1, S)."""
+        query_ids, key_ids = self.ids if isinstance(self.ids, tuple) else (self.ids, self.ids)
+        return (
+            query_ids if query_ids.ndim == 2 else query_ids.unsqueeze(0),
+            key_ids if key_ids.ndim == 2 else key_ids.unsqueeze(0),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(Mask):
+    """Keys that a batch entry does not use take no part: padding, or what a cache has not filled yet.
+
+    `keys` is how many each entry uses, int32 or int64 (B,): key j takes part iff j < keys[b]. Or it is a boolean
+    (B, Sk), True = takes part, for padding that is not at the end.
+
+    >>> from flashsoft import attention
+    >>> q, k, v = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 4, 8), torch.randn(2, 1, 4, 8)
+    >>> out = attention(q, k, v, mask=Padding(torch.tensor([4, 1])))
+    >>> torch.allclose(out[1], v[1, :, :1].expand(1, 3, 8))
+    True
+    """
+
+    keys: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keys, torch.Tensor):
+            raise TypeError(f"Padding: keys must be a tensor, got {type(self.keys).__name__}")
+        if self.keys.dtype != torch.bool:
+            _check_integers("Padding: keys", self.keys, "a boolean tensor, or ")
+        expected, ndim = ("boolean (B, Sk)", 2) if self.keys.dtype == torch.bool else ("lengths (B,)", 1)
+        if self.keys.ndim != ndim:
+            raise ValueError(f"Padding: keys must be {expected}, got shape {tuple(self.keys.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
 class All(Mask):
     """What every term keeps: the value of `a & b`."""
 
@@ -109,27 +179,80 @@ def terms(mask: MaskLike) -> tuple[Mask | torch.Tensor, ...]:
     return mask._parts() if isinstance(mask, Mask) else (mask,)
 
 
-def resolve(mask: MaskLike, Sq: int, Sk: int) -> MaskSpec:
-    """The one form kernels take, for Sq queries and Sk keys."""
+def resolve(mask: MaskLike, Sq: int, Sk: int, ndim: int = 4) -> MaskSpec:
+    """The one form kernels take, for Sq queries and Sk keys, in scores of `ndim` dimensions."""
     lo: int | None = None
     hi: int | None = None
     keep: torch.Tensor | None = None
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None
+    lengths: torch.Tensor | None = None
     for term in terms(mask):
         term_lo: int | None = None
         term_hi: int | None = None
+        kept: torch.Tensor | None = None
         if isinstance(term, torch.Tensor):
-            keep = term if keep is None else keep & term
+            kept = term
         elif isinstance(term, Causal):
             term_hi = _offset(term.align, Sq, Sk)
         elif isinstance(term, Window):
             offset = _offset(term.align, Sq, Sk)
             term_lo = None if term.left is None else offset - min(term.left, FAR)
             term_hi = None if term.right is None else offset + min(term.right, FAR)
+        elif isinstance(term, Segments):
+            ids = term.pair if ids is None else _both(ids, term.pair)
+        elif isinstance(term, Padding) and term.keys.dtype == torch.bool:
+            kept = _by_entry(term.keys, ndim, keys=True)
+        elif isinstance(term, Padding):
+            lengths = term.keys if lengths is None else torch.minimum(lengths, term.keys)
+        if kept is not None:
+            keep = kept if keep is None else keep & kept
         if term_lo is not None:
             lo = term_lo if lo is None else max(lo, term_lo)
         if term_hi is not None:
             hi = term_hi if hi is None else min(hi, term_hi)
-    return MaskSpec(lo, hi, keep)
+    query_ids, key_ids = ids or (None, None)
+    return MaskSpec(lo, hi, keep, query_ids, key_ids, lengths)
+
+
+def built(spec: MaskSpec, Sk: int, ndim: int) -> MaskSpec:
+    """The same with ids and lengths built out to a boolean tensor, for scores of `ndim` dimensions."""
+    keep = spec.keep
+    if spec.query_ids is not None and spec.key_ids is not None:
+        met = _by_entry(spec.query_ids, ndim, keys=False) == _by_entry(spec.key_ids, ndim, keys=True)
+        keep = met if keep is None else keep & met
+    if spec.lengths is not None:
+        used = torch.arange(Sk, device=spec.lengths.device) < spec.lengths.unsqueeze(-1)
+        used = _by_entry(used, ndim, keys=True)
+        keep = used if keep is None else keep & used
+    return MaskSpec(spec.lo, spec.hi, keep)
+
+
+def _by_entry(x: torch.Tensor, ndim: int, *, keys: bool) -> torch.Tensor:
+    """(B or 1, S) as scores of `ndim` dimensions, along keys or along queries."""
+    size = (1, x.shape[1]) if keys else (x.shape[1], 1)
+    return x.reshape(*((x.shape[0], *(1,) * (ndim - 3)) if ndim > 2 else ()), *size)
+
+
+def _both(
+    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids that are equal iff both are: each is replaced by its rank, of which there are no more than Sq + Sk."""
+    length = a[0].shape[1]
+    rank_a, rank_b = _ranks(torch.cat(_same_batch(*a), -1)), _ranks(torch.cat(_same_batch(*b), -1))
+    rank = rank_a * rank_a.shape[1] + rank_b
+    return rank[:, :length], rank[:, length:]
+
+
+def _same_batch(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    size = max(x.shape[0], y.shape[0]) if x.shape[0] and y.shape[0] else 0
+    return x.expand(size, -1), y.expand(size, -1)
+
+
+def _ranks(ids: torch.Tensor) -> torch.Tensor:
+    """Of each entry among the distinct ones of its row (B, S), int64."""
+    ordered, order = ids.long().sort(-1)
+    rank = (ordered.diff(dim=-1) != 0).cumsum(-1)
+    return torch.zeros_like(order).scatter(-1, order[:, 1:], rank)
 
 
 def clamp_band(lo: int | None, hi: int | None, Sq: int, Sk: int) -> tuple[int | None, int | None]:
@@ -149,3 +272,8 @@ def _check_align(align: Align) -> None:
     known = align in ("lower_right", "upper_left") if isinstance(align, str) else isinstance(align, int)
     if not known or isinstance(align, bool):
         raise ValueError(f'align must be "lower_right", "upper_left" or an int, got {align!r}')
+
+
+def _check_integers(name: str, value: torch.Tensor, other: str = "") -> None:
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be {other}int32 or int64, got {value.dtype}")

@@ -195,7 +195,7 @@ class FusedAttention(nn.Module):
         embed_dim: size of x and of the result.
         num_heads: query heads.
         num_kv_heads: key and value heads, a divisor of num_heads; num_heads by default, 1 is multi-query.
-        head_dim: size of a head, 1 to 256; embed_dim / num_heads by default.
+        head_dim: size of a head, 1 to 512; embed_dim / num_heads by default.
         context_dim: size of the context of cross-attention; embed_dim by default.
         bias: the four projections have a bias.
         mask: what every call keeps: `Causal()`, `Window(...)`, a boolean tensor (True = takes part, the
@@ -240,8 +240,8 @@ class FusedAttention(nn.Module):
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}")
         self.head_dim = embed_dim // num_heads if head_dim is None else checks.size("head_dim", head_dim)
-        if self.head_dim > checks.MAX_HEAD_DIM:
-            raise ValueError(f"head_dim must be 1 to {checks.MAX_HEAD_DIM}, got {self.head_dim}")
+        if self.head_dim > checks.MAX_VALUE_DIM:
+            raise ValueError(f"head_dim must be 1 to {checks.MAX_VALUE_DIM}, got {self.head_dim}")
         self.context_dim = embed_dim if context_dim is None else checks.size("context_dim", context_dim)
         self.rotary_base = None if rotary_base is None else checks.number("rotary_base", rotary_base, positive=True)
         if rotary_base is not None and self.head_dim % 2:

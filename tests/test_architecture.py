@@ -21,10 +21,10 @@ LAYERS = (
     ("modules",),
     ("api", "cache"),
     ("checks", "ops"),
-    ("dispatch", "masks"),
+    ("dispatch", "masks", "alibi"),
     ("kernels",),
     ("reference", "tuning", "direct"),
-    ("env", "errors"),
+    ("env", "errors", "terms"),
 )
 
 

@@ -343,7 +343,7 @@ def test_gradcheck(mask: str) -> None:
 @pytest.mark.parametrize("TILE", [4, 7])
 def test_the_reference_in_many_tiles(TILE: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tiles are larger than most shapes here: the same cases through small ones."""
-    monkeypatch.setattr("flashsoft.reference.attention.TILE", TILE)
+    monkeypatch.setattr("flashsoft.reference.scores.TILE", TILE)
     for case in (*cases.MASKED, *cases.LAYOUTS):
         check(case, torch.float64, "reference", torch.device("cpu"))
 

@@ -76,7 +76,7 @@ def fused_softmax(
         x: scores or logits of any shape and strides; float32, float16, bfloat16 or float64.
         temperature: a number > 0, or a tensor. An entry of 0 puts all mass on the maximum, ties sharing it.
         mask: boolean, True = takes part (the opposite of `masked_fill`), broadcastable to x; or a mask such as
-            `Causal()`, never built, for x of shape (..., Sq, Sk).
+            `Causal()`, for x of shape (..., Sq, Sk): a band is never built, `Segments` and `Padding` are.
         bias: floating, broadcastable to x; its gradient is summed over what it was broadcast along.
         top_k: keep the k largest of what the mask keeps, an integer >= 1 or an integer tensor (an entry below 1 keeps
             nothing). Exactly k survive: equals are taken lowest index first, as by a stable descending sort. k of the
@@ -213,6 +213,10 @@ def _options(
     )
     checks.bias(bias, x.shape, "x", x.device)
     spec = checks.mask(mask, x.shape, "x", x.device)
+    if spec.query_ids is not None or spec.lengths is not None:
+        if dim != x.ndim - 1:
+            raise ValueError(f"dim must be the last for a mask such as Segments, got {dim} of {x.ndim} dimensions")
+        spec = masks.built(spec, x.shape[-1], x.ndim)
     if (spec.lo is not None or spec.hi is not None) and dim != x.ndim - 1:
         raise ValueError(f"dim must be the last for a mask such as Causal(), got {dim} of {x.ndim} dimensions")
 

@@ -7,108 +7,35 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .masking import band
-from .softmax import NEG_INF, finish, update, wide
-
-TILE = 512  # queries and keys of a tile
-
-
-def empty_output(query: Tensor, Dv: int) -> Tensor:
-    """An uninitialised (B, Hq, Sq, Dv) laid out like query: (B, Sq, Hq, Dv) in memory if query's heads are inner."""
-    B, Hq, Sq, _ = query.shape
-    _, head, row, _ = query.stride()
-    strides = (Hq * Sq * Dv, Dv, Hq * Dv, 1) if head < row else (Hq * Sq * Dv, Sq * Dv, Dv, 1)
-    return query.new_empty_strided((B, Hq, Sq, Dv), strides)
+from ..terms import Gradients, Terms
+from . import scores
+from .scores import Tile, empty_output, grouped, scaled, spans
+from .softmax import NEG_INF, finish, merge_states, update, wide
 
 
-def _spans(Sk: int, i0: int, i1: int, lo: int | None, hi: int | None) -> Iterator[tuple[int, int]]:
-    """The key tiles that queries i0..i1 - 1 can see anything of."""
-    start = 0 if lo is None else max(0, i0 + lo)
-    end = Sk if hi is None else min(Sk, i1 + hi)
-    for j0 in range(start, end, TILE):
-        yield j0, min(j0 + TILE, end)
-
-
-def _grouped(x: Tensor, Hkv: int) -> Tensor:
-    """(B, Hq, S, ...) -> (B, Hkv, group * S, ...): the rows of all query heads that share a key head."""
-    B, Hq, S, *rest = x.shape
-    return x.reshape(B, Hkv, Hq // Hkv * S, *rest)
-
-
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """q @ k^T; in float32 the halves of a head are summed apart, since what a sum rounds off is in every weight."""
-    if q.dtype != torch.float32:
-        return q @ k.mT
-    half = q.shape[-1] // 2
-    return q[..., :half] @ k[..., :half].mT + q[..., half:] @ k[..., half:].mT
-
-
-class _Tile:
-    """One tile of scores x (B, Hkv, group * queries, keys), with its keys k and values v.
-
-    `visible` is None where every query sees every key. A key that no query of the tile sees is zero in k and v, so
-    that NaN or inf in it cannot come through as 0 * NaN.
-    """
-
-    def __init__(
-        self,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keep: Tensor | None,
-        lo: int | None,
-        hi: int | None,
-        rows: tuple[int, int],
-        columns: tuple[int, int],
-    ) -> None:
-        (i0, i1), (j0, j1) = rows, columns
-        self.k, self.v = key[:, :, j0:j1].to(q.dtype), value[:, :, j0:j1].to(q.dtype)
-        self.visible: Tensor | None = None
-        inside = (lo is None or j0 - (i1 - 1) >= lo) and (hi is None or (j1 - 1) - i0 <= hi)
-        if keep is not None or not inside:
-            B, Hkv = key.shape[:2]
-            Hq = Hkv * (q.shape[2] // (i1 - i0))
-            visible = band(i1 - i0, j1 - j0, lo, hi, q.device, i0, j0)
-            if keep is not None:
-                visible = visible & keep[:, :, i0:i1, j0:j1]
-            self.visible = _grouped(visible.expand(B, Hq, i1 - i0, j1 - j0), Hkv)
-            seen = self.visible.any(-2).unsqueeze(-1)
-            self.k, self.v = torch.where(seen, self.k, 0.0), torch.where(seen, self.v, 0.0)
-        self.x = _scores(q, self.k)
-        if self.visible is not None:
-            self.x = self.x.masked_fill(~self.visible, NEG_INF)
-
-
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keep: Tensor | None,
-    scale: float,
-    lo: int | None,
-    hi: int | None,
-) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), a tile of queries and keys at a time; keep is (B, Hq, Sq, Sk)."""
-    B, Hq, Sq, _ = query.shape
-    Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
-    dtype = wide(query.dtype)
-    out = empty_output(query, Dv)
-    lse = query.new_empty(B, Hq, Sq, dtype=dtype)
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), a tile of queries and keys at a time."""
+    out = empty_output(query, value.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
     if lse.numel() == 0:
         return out, lse
-    for i0 in range(0, Sq, TILE):
-        i1 = min(i0 + TILE, Sq)
-        q = _grouped(query[:, :, i0:i1].to(dtype) * scale, Hkv)
-        m = q.new_full((*q.shape[:-1], 1), NEG_INF)
-        s = torch.zeros_like(m)
-        acc = q.new_zeros(*q.shape[:-1], Dv)
-        for span in _spans(Sk, i0, i1, lo, hi):
-            tile = _Tile(q, key, value, keep, lo, hi, (i0, i1), span)
-            m, s, alpha, p = update(m, s, tile.x)
-            acc = acc * alpha + p @ tile.v
-        inverse, row_lse = finish(m, s)
-        out[:, :, i0:i1] = (acc * inverse).reshape(B, Hq, i1 - i0, Dv)
-        lse[:, :, i0:i1] = row_lse.reshape(B, Hq, i1 - i0)
+    if terms.cu_q is None:
+        _forward(query, key, value, terms, out, lse)
+        return out, lse
+    # what lies in no sequence is as a query without keys
+    out.zero_()
+    lse.fill_(NEG_INF)
+    for entry, rows, columns, own in _sequences(terms):
+        if rows.stop > rows.start:
+            _forward(
+                query[:, :, rows],
+                key[:, :, columns],
+                value[:, :, columns],
+                own,
+                out[:, :, rows],
+                lse[:, :, rows],
+                entry,
+            )
     return out, lse
 
 
@@ -120,45 +47,169 @@ def attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    keep: Tensor | None,
-    scale: float,
-    lo: int | None,
-    hi: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv: p is recomputed from lse tile by tile; ds = p * (dp - delta), delta = row(out * dout) - dlse.
+    terms: Terms,
+    needs: tuple[bool, ...],
+) -> Gradients:
+    """p is recomputed from lse tile by tile; ds = p * (dp - delta), delta = row(out * dout) - dlse.
 
     Where one tile holds whole rows, p is also divided by its own sums, which are 1 but for the rounding of lse; the
     kernels do so for all rows in float32.
     """
+    tensors = (query, key, value, terms.bias, terms.slopes, terms.sink, terms.factor)
+    dtype = wide(query.dtype)
+    sums = Gradients(
+        *(
+            torch.zeros_like(t, dtype=dtype) if t is not None and need else None
+            for t, need in zip(tensors, needs, strict=True)
+        )
+    )
+    if terms.cu_q is None and lse.numel():
+        _backward(dout, dlse, query, key, value, out, lse, terms, sums)
+    elif lse.numel():
+        for entry, rows, columns, own in _sequences(terms):
+            whole = Gradients(
+                None if sums.query is None else sums.query[:, :, rows],
+                None if sums.key is None else sums.key[:, :, columns],
+                None if sums.value is None else sums.value[:, :, columns],
+                None,
+                sums.slopes if sums.slopes is None or sums.slopes.shape[0] == 1 else sums.slopes[entry : entry + 1],
+                *sums[5:],
+            )
+            if rows.stop > rows.start:
+                _backward(
+                    dout[:, :, rows],
+                    None if dlse is None else dlse[:, :, rows],
+                    query[:, :, rows],
+                    key[:, :, columns],
+                    value[:, :, columns],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    own,
+                    whole,
+                    entry,
+                )
+    return Gradients(
+        *(None if t is None or s is None else torch.empty_like(t).copy_(s) for t, s in zip(tensors, sums, strict=True))
+    )
+
+
+def _sequences(terms: Terms) -> Iterator[tuple[int, slice, slice, Terms]]:
+    """Each packed sequence: its number, where its queries and keys lie, and its own terms."""
+    assert terms.cu_q is not None and terms.cu_k is not None
+    starts_q, starts_k = terms.cu_q.tolist(), terms.cu_k.tolist()
+    for entry in range(len(starts_q) - 1):
+        rows, columns = (slice(*starts[entry : entry + 2]) for starts in (starts_q, starts_k))
+        shift = (columns.stop - columns.start) - (rows.stop - rows.start) if terms.lower_right else 0
+        slopes = terms.slopes
+        own = terms._replace(
+            cu_q=None,
+            cu_k=None,
+            lower_right=False,
+            lo=None if terms.lo is None else terms.lo + shift,
+            hi=None if terms.hi is None else terms.hi + shift,
+            slopes=slopes if slopes is None or slopes.shape[0] == 1 else slopes[entry : entry + 1],
+        )
+        yield entry, rows, columns, own
+
+
+def _sinks(sink: Tensor, B: int, rows: int, Hkv: int, dtype: torch.dtype) -> Tensor:
+    """The sink's score in every row, (B, Hkv, group * rows, 1)."""
+    return grouped(sink.to(dtype)[:, None, None].expand(B, -1, rows, 1), Hkv)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, terms: Terms, out: Tensor, lse: Tensor, entry: int = 0) -> None:
+    """Of queries that all see the same keys."""
+    B, Hq, Sq, _ = query.shape
+    Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
+    dtype = wide(query.dtype)
+    for i0 in range(0, Sq, scores.TILE):
+        i1 = min(i0 + scores.TILE, Sq)
+        q = grouped(scaled(query[:, :, i0:i1], terms, dtype), Hkv)
+        m = q.new_full((*q.shape[:-1], 1), NEG_INF)
+        s = torch.zeros_like(m)
+        acc = q.new_zeros(*q.shape[:-1], Dv)
+        for span in spans(Sk, i0, i1, terms.lo, terms.hi):
+            tile = Tile(q, key, value, terms, Sq, (i0, i1), span, entry)
+            m, s, alpha, p = update(m, s, tile.x)
+            kept = tile.kept()
+            acc = acc * alpha + (p if kept is None else p * kept) @ tile.v
+        if terms.sink is not None:
+            sinks = _sinks(terms.sink, B, i1 - i0, Hkv, dtype)
+            m, s, alpha, _ = merge_states(m, s, sinks, torch.ones_like(s))
+            acc = acc * alpha
+        inverse, row_lse = finish(m, s)
+        out[:, :, i0:i1] = (acc * inverse).reshape(B, Hq, i1 - i0, Dv)
+        lse[:, :, i0:i1] = row_lse.reshape(B, Hq, i1 - i0)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    sums: Gradients,
+    entry: int = 0,
+) -> None:
+    """Adds to `sums`."""
     B, Hq, Sq, D = query.shape
     Hkv, Sk = key.shape[1], key.shape[2]
     dtype = wide(query.dtype)
-    dq = torch.empty_like(query)
-    dk_wide = torch.zeros_like(key, dtype=dtype)
-    dv_wide = torch.zeros_like(value, dtype=dtype)
-    for i0 in range(0, Sq if lse.numel() else 0, TILE):
-        i1 = min(i0 + TILE, Sq)
+    for i0 in range(0, Sq, scores.TILE):
+        i1 = min(i0 + scores.TILE, Sq)
         rows = slice(i0, i1)
-        q = _grouped(query[:, :, rows].to(dtype) * scale, Hkv)
-        do = _grouped(dout[:, :, rows].to(dtype), Hkv)
-        delta = (do * _grouped(out[:, :, rows].to(dtype), Hkv)).sum(-1, keepdim=True)
+        q = grouped(scaled(query[:, :, rows], terms, dtype), Hkv)
+        do = grouped(dout[:, :, rows].to(dtype), Hkv)
+        # a row that sees nothing is 0, and what comes in for it goes nowhere
+        made = grouped(out[:, :, rows].to(dtype), Hkv)
+        delta = torch.where(made == 0.0, 0.0, do * made).sum(-1, keepdim=True)
         if dlse is not None:
-            delta = delta - _grouped(dlse[:, :, rows].to(dtype), Hkv).unsqueeze(-1)
-        row_lse = _grouped(lse[:, :, rows], Hkv).unsqueeze(-1)
+            delta = delta - grouped(dlse[:, :, rows].to(dtype), Hkv).unsqueeze(-1)
+        row_lse = grouped(lse[:, :, rows], Hkv).unsqueeze(-1)
         alive = row_lse != NEG_INF
         q, do = torch.where(alive, q, 0.0), torch.where(alive, do, 0.0)
         row_lse = torch.where(alive, row_lse, float("inf"))  # exp(x - inf) = 0: no weight in a row without mass
-        dq_tile = torch.zeros_like(q)
-        spans = list(_spans(Sk, i0, i1, lo, hi))
-        for j0, j1 in spans:
-            tile = _Tile(q, key, value, keep, lo, hi, (i0, i1), (j0, j1))
+        weight = None if terms.sink is None else torch.exp(_sinks(terms.sink, B, i1 - i0, Hkv, dtype) - row_lse)
+        dq = torch.zeros_like(q)
+        parts = list(spans(Sk, i0, i1, terms.lo, terms.hi))
+        for span in parts:
+            tile = Tile(q, key, value, terms, Sq, (i0, i1), span, entry)
             p = torch.exp(tile.x - row_lse)
-            if len(spans) == 1:
-                p = p / p.sum(-1, keepdim=True).masked_fill(~alive, 1.0)
-            ds = p * (do @ tile.v.mT - delta)
-            ds = torch.where(alive if tile.visible is None else tile.visible & alive, ds, 0.0)
-            dv_wide[:, :, j0:j1] += p.mT @ do
-            dk_wide[:, :, j0:j1] += ds.mT @ q
-            dq_tile += ds @ tile.k
-        dq[:, :, rows] = (dq_tile * scale).reshape(B, Hq, i1 - i0, D)
-    return dq, torch.empty_like(key).copy_(dk_wide), torch.empty_like(value).copy_(dv_wide)
+            if len(parts) == 1:
+                mass = p.sum(-1, keepdim=True) if weight is None else p.sum(-1, keepdim=True) + weight
+                mass = mass.masked_fill(~alive, 1.0)
+                p, weight = p / mass, None if weight is None else weight / mass
+            seeing = alive if tile.visible is None else tile.visible & alive
+            do_tile = do if tile.visible is None else torch.where(seeing.any(-1, keepdim=True), do, 0.0)
+            kept = tile.kept()
+            dp = do_tile @ tile.v.mT
+            ds = p * ((dp if kept is None else dp * kept) - delta)
+            ds = torch.where(seeing, ds, 0.0)
+            _add_terms(sums, tile, ds)
+            ds = ds if tile.slope is None else ds * tile.slope
+            if sums.value is not None:
+                sums.value[:, :, tile.columns] += (p if kept is None else p * kept).mT @ do_tile
+            if sums.key is not None:
+                sums.key[:, :, tile.columns] += ds.mT @ tile.q
+            dq += ds @ tile.k
+        dq = dq.reshape(B, Hq, i1 - i0, D)
+        if sums.factor is not None:
+            # scale * ds * q . k, summed over keys first
+            x = torch.where(alive.reshape(B, Hq, i1 - i0, 1), query[:, :, rows].to(dtype), 0.0)
+            sums.factor.add_(torch.where(dq == 0.0, 0.0, x * dq).sum((0, 2, 3)) * terms.scale)
+        if sums.query is not None:
+            sums.query[:, :, rows] += scaled(dq, terms, dtype)
+        if sums.sink is not None and weight is not None:
+            sums.sink.sub_(torch.where(alive, weight * delta, 0.0).reshape(B, Hq, i1 - i0).sum((0, 2)))
+
+
+def _add_terms(sums: Gradients, tile: Tile, ds: Tensor) -> None:
+    """The gradients of bias and slopes, of this tile."""
+    if sums.bias is not None:
+        at = scores.part(sums.bias, tile.rows, tile.columns)
+        at += tile.per_head(ds).sum_to_size(at.shape)
+    if sums.slopes is not None:
+        sums.slopes.sub_((tile.per_head(ds) * tile.distance(ds.dtype)).sum((2, 3)).sum_to_size(sums.slopes.shape))
