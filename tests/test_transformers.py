@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,22 @@ from torch import Tensor
 from transformers import masking_utils
 
 import flashsoft
-from flashsoft import Causal, Padding, Segments, Window
+from flashsoft import Causal, Padding, Segments, Window, env
 from flashsoft.integrations import transformers as ours
 from flashsoft.integrations.transformers import online_softmax_attention
-from flashsoft.masks import All, resolve
+from flashsoft.masks import resolve
 
 ours.register()
 
 S, WINDOW, VOCABULARY = 8, 4, 64
+
+
+@pytest.fixture(autouse=True)
+def on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole models are too much for Triton's interpreter; that backends agree is shown elsewhere."""
+    monkeypatch.setattr(env, "BACKEND", "reference")
+
+
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -117,8 +126,12 @@ def test_packed_sequences(name: str) -> None:
     inputs = tokens(1, S)
     models = pair(name)
     same(models, input_ids=inputs, position_ids=positions, use_cache=False)
+    given: dict[str, Any] = {}
+    if name == "gpt_oss":  # whose masks do not look at positions, here or in eager: it must be told
+        ends = torch.tensor([0, 6, 8], dtype=torch.int32)
+        given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
     alone = models[1](input_ids=inputs[:, 6:]).logits
-    packed = models[1](input_ids=inputs, position_ids=positions, use_cache=False).logits
+    packed = models[1](input_ids=inputs, position_ids=positions, use_cache=False, **given).logits
     torch.testing.assert_close(packed[:, 6:], alone, **CLOSE)
 
 
@@ -150,7 +163,7 @@ def test_prefill_in_chunks(name: str) -> None:
     for model in pair(name):
         whole = model(inputs, use_cache=False).logits
         cache = transformers.DynamicCache(config=model.config)
-        parts = [model(part, past_key_values=cache).logits for part in inputs.split((3, 4, 1), 1)]
+        parts = [model(part, cache=cache).logits for part in inputs.split((3, 4, 1), 1)]
         torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
 
 
@@ -217,18 +230,24 @@ def test_gradient_checkpointing() -> None:
     for checkpointing in (False, True):
         model = build("mistral", "online_softmax", attention_dropout=0.3).train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         torch.manual_seed(3)
         model(inputs).logits.sin().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_compiled(name: str) -> None:
+def test_compiled() -> None:
+    """One graph, and no mask that is built, with padding and without."""
     torch.compiler.reset()
-    eager, model = pair(name)
-    compiled = torch.compile(model, backend="aot_eager")
+    eager, model = pair("llama", num_hidden_layers=1)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep_graph(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=keep_graph, fullgraph=True)
     keep = torch.ones(2, S, dtype=torch.long)
     keep[0, :3] = 0
     inputs = tokens(2, S)
@@ -236,6 +255,14 @@ def test_compiled(name: str) -> None:
         got, expected = (m(input_ids=inputs, use_cache=False, **given).logits for m in (compiled, eager))
         where = keep.bool() if given else torch.ones_like(keep).bool()
         torch.testing.assert_close(got[where], expected[where], **CLOSE)
+    assert len(graphs) == 2
+    shapes = [node.meta["example_value"].shape for g in graphs for node in g.graph.nodes if is_bool(node)]
+    assert not [shape for shape in shapes if shape.numel() >= S * S], shapes
+
+
+def is_bool(node: torch.fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
 # the mask function, value by value, against the boolean that transformers builds
@@ -275,33 +302,42 @@ def packed(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
-        (type(None), {}),
-        (type(None), {"attention_mask": padding(S, S, of=S)}),
-        (type(None), {"q_length": 1, "q_offset": 7}),
-        (type(None), {"q_length": S, "kv_length": 10, "q_offset": torch.tensor(0)}),  # a static cache, empty
+        (None, {}),
+        (None, {"attention_mask": padding(S, S, of=S)}),
+        (None, {"q_length": 1, "q_offset": 7}),
+        (None, {"q_length": S, "kv_length": 10, "q_offset": torch.tensor(0)}),  # a static cache, empty
         (Tensor, {"q_length": 1, "kv_length": 10, "q_offset": torch.tensor(8), "allow_is_causal_skip": False}),
-        (Causal, {"q_length": 3, "q_offset": 5}),
-        (All, {"attention_mask": padding(5, S, of=S)}),
-        (Padding, {"q_length": 1, "q_offset": 7, "attention_mask": padding(5, S, of=S)}),
-        (type(None), {"mask_function": masking_utils.sliding_window_causal_mask_function(S), "local_size": S}),
-        (All, {"mask_function": windowed, "local_size": WINDOW}),
-        (Window, {"mask_function": windowed, "local_size": WINDOW, "q_length": 1, "q_offset": 7}),
-        (type(None), {"mask_function": windowed, "q_length": 1, "kv_length": WINDOW, "q_offset": 7, "kv_offset": 4}),
-        (All, {"mask_function": windowed, "q_length": 3, "kv_length": 6, "q_offset": 5, "kv_offset": 2}),
-        (All, {"mask_function": windowed, "attention_mask": padding(5, S, of=S)}),
-        (All, {"mask_function": packed(causal), "allow_is_causal_skip": False}),
-        (All, {"mask_function": packed(windowed), "allow_is_causal_skip": False}),
+        ((Causal,), {"q_length": 3, "q_offset": 5}),
+        ((Causal, Padding), {"attention_mask": padding(5, S, of=S)}),
+        ((Padding,), {"q_length": 1, "q_offset": 7, "attention_mask": padding(5, S, of=S)}),
+        (None, {"mask_function": masking_utils.sliding_window_causal_mask_function(S), "local_size": S}),
+        ((Window, Causal), {"mask_function": windowed, "local_size": WINDOW}),
+        ((Window,), {"mask_function": windowed, "local_size": WINDOW, "q_length": 1, "q_offset": 7}),
+        (None, {"mask_function": windowed, "q_length": 1, "kv_length": WINDOW, "q_offset": 7, "kv_offset": 4}),
+        ((Window, Causal), {"mask_function": windowed, "q_length": 3, "kv_length": 6, "q_offset": 5, "kv_offset": 2}),
+        ((Window, Causal, Padding), {"mask_function": windowed, "attention_mask": padding(5, S, of=S)}),
+        ((Causal, Segments), {"mask_function": packed(causal), "allow_is_causal_skip": False}),
+        ((Window, Causal, Segments), {"mask_function": packed(windowed), "allow_is_causal_skip": False}),
         (Tensor, {"mask_function": packed(causal), "allow_is_causal_skip": False, "use_vmap": True}),
-        (Tensor, {"mask_function": masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2]))}),
-        (Tensor, {"allow_is_causal_skip": False}),
-        (Tensor, {"mask_function": masking_utils.remap_positions_for_packed_sequence(causal, POSITIONS)}),
         (
-            type(None),
+            Tensor,
+            {"mask_function": masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2])), "local_size": 4},
+        ),
+        (Tensor, {"allow_is_causal_skip": False}),
+        (
+            Tensor,
+            {
+                "mask_function": masking_utils.remap_positions_for_packed_sequence(causal, POSITIONS),
+                "allow_is_causal_skip": False,
+            },
+        ),
+        (
+            None,
             {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_bidirectional_skip": True},
         ),
-        (Tensor, {"mask_function": masking_utils.bidirectional_mask_function}),
+        (Tensor, {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}),
         (
-            Padding,
+            (Padding,),
             {
                 "mask_function": masking_utils.bidirectional_mask_function,
                 "allow_is_bidirectional_skip": True,
@@ -310,7 +346,7 @@ def packed(function: Callable[..., Any]) -> Callable[..., Any]:
             },
         ),
         (
-            Window,
+            (Window,),
             {
                 "mask_function": masking_utils.sliding_window_bidirectional_mask_function(2),
                 "allow_is_bidirectional_skip": True,
@@ -319,9 +355,13 @@ def packed(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
     ],
 )
-def test_the_cheapest_mask_that_says_the_same(kind: type, given: dict[str, Any]) -> None:
+def test_the_cheapest_mask_that_says_the_same(kind: Any, given: dict[str, Any]) -> None:
     value = asked(**given)
-    assert isinstance(value, kind)
+    if isinstance(kind, tuple):
+        assert tuple(type(part) for part in value.terms) == kind
+        assert asked(**(given | {"attention_mask": value})) is value  # a mask made ahead comes back
+    else:
+        assert value is None if kind is None else isinstance(value, kind)
     Sq, Sk = given.get("q_length", S), given.get("kv_length", S)
     if value is None:
         both_ways = given.get("mask_function") is masking_utils.bidirectional_mask_function
@@ -355,7 +395,11 @@ def qkv(Sq: int = S, Sk: int = S) -> tuple[Tensor, Tensor, Tensor]:
         ((8, 8), {"sliding_window": 3}, Window(2)),
         ((1, 8), {"sliding_window": 3}, Window(2)),
         ((8, 8), {"is_causal": False, "sliding_window": 3}, Window(2, 2)),
-        ((8, 8), {"attention_mask": Causal() & Segments(DOCUMENTS), "sliding_window": 3}, Causal() & Segments(DOCUMENTS)),
+        (
+            (8, 8),
+            {"attention_mask": Causal() & Segments(DOCUMENTS), "sliding_window": 3},
+            Causal() & Segments(DOCUMENTS),
+        ),
     ],
 )
 def test_what_a_layer_asks_for(sizes: tuple[int, int], given: dict[str, Any], mask: Any) -> None:
@@ -411,7 +455,7 @@ def test_refusals(given: dict[str, Any], said: str) -> None:
 
 
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(ImportError, match=r"transformers >= 5\.23, got 4\.57\.1"):
         ours.register()
 
@@ -448,6 +492,5 @@ def test_sentence_embeddings_of_a_pretrained_model(dtype: torch.dtype) -> None:
     # entries are about 1 / sqrt(384) = 0.05, of which bfloat16 keeps 8 bits through 6 layers
     atol = 1e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(got, expected, atol=atol, rtol=0)
-    assert torch.nn.functional.cosine_similarity(got, expected).min() > 1 - 10 * atol**1.5
     alone = torch.cat([embed(model, (sentence,)) for sentence in SENTENCES])
     torch.testing.assert_close(got, alone, atol=atol, rtol=0)

@@ -111,7 +111,7 @@ def _mask_and_bias(given: object) -> tuple[MaskLike, Tensor | None]:
 
 
 def _unsaid(causal: bool, sliding_window: int | None, Sq: int) -> MaskLike:
-    """What no mask means. Causal is upper left (a cache longer than what is in it), but that one query sees all keys."""
+    """What no mask means: upper left, so that a cache may be longer than what is in it; one query sees all keys."""
     align = "lower_right" if Sq == 1 else "upper_left"
     left = None if sliding_window is None else sliding_window - 1
     if not causal:

@@ -1,15 +1,16 @@
 """Masks of transformers as values: what its mask functions say, read off and handed to each layer unbuilt.
 
 transformers composes a mask of functions of (batch, head, query, key), which its own backends evaluate at every
-position. Those that its factories make are read back here, by the code that they run and what they close over; any other
-function, and whatever is being traced, goes to `sdpa_mask`, which builds a boolean tensor.
+position. Those that its factories make are read back here, by the code that they run and what they close over; any
+other function goes to `sdpa_mask`, which builds a boolean tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,18 @@ PACKED = made.packed_sequence_mask_function(_any).__code__
 REMAPPED = made.remap_positions_for_packed_sequence(made.causal_mask_function, _any).__code__
 
 
+@dataclass(frozen=True, eq=False)
+class ModelMask(All):
+    """A mask on its way through a model, which asks it for its shape; (B, 1, Sq, Sk), as if it were built.
+
+    `generate` makes masks ahead of a pass where a cache is static. A model asks for a mask of what it was given then,
+    and gets the same back.
+    """
+
+    shape: tuple[int, int, int, int]
+    ndim: ClassVar[int] = 4
+
+
 def online_softmax_mask(
     batch_size: int,
     q_length: int,
@@ -35,36 +48,39 @@ def online_softmax_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction = made.causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | ModelMask | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
-) -> Mask | Tensor | None:
+) -> ModelMask | Tensor | None:
     """The mask of a forward pass, as transformers asks for it.
 
     Args:
         batch_size, q_length, kv_length: B, Sq and Sk.
         q_offset, kv_offset: query i stands at i + q_offset, key j at j + kv_offset. A static cache has a tensor here.
         mask_function: of positions; True = takes part.
-        attention_mask: boolean (B, positions), True = a token, False = padding.
+        attention_mask: boolean (B, positions), True = a token, False = padding; or a mask made before.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether the mask need not be a tensor.
         options: for `sdpa_mask`.
 
     Returns:
-        None where the layers know by themselves (all keys, or those up to each query's index), a `Mask`, or a boolean
-        (B, 1, Sq, Sk).
+        None where layers know by themselves (all keys, or those up to each query's index), a `ModelMask`, or a boolean
+        tensor (B, 1, Sq, Sk).
     """
-    parts = None
-    if not isinstance(q_offset, Tensor) and not options.get("use_vmap"):
-        parts = _read(mask_function, q_length, kv_length, q_offset - kv_offset)
-    if parts is not None:
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask
+    offset = None if isinstance(q_offset, Tensor) or options.get("use_vmap") else q_offset - kv_offset
+    parts = None if offset is None else _read(mask_function, q_length, kv_length, offset)
+    if parts is not None and offset is not None:
         causal = any(isinstance(part, Causal) for part in parts)
         packed = any(isinstance(part, Segments) for part in parts)  # transformers then forbids is_causal, not values
         if packed or (allow_is_causal_skip if causal else allow_is_bidirectional_skip):
             if attention_mask is not None:
                 keep = made.prepare_padding_mask(attention_mask, kv_length, kv_offset)
                 parts = (*parts, Padding(keep[:, kv_offset : kv_offset + kv_length]))
-            return _simplest(parts, q_length, kv_length, q_offset - kv_offset)
+            needed = tuple(part for part in parts if _hides(part, q_length, kv_length, offset))
+            known = all(isinstance(part, Causal) and offset == 0 for part in needed)
+            return None if known else ModelMask(needed, (batch_size, 1, q_length, kv_length))
     return made.sdpa_mask(  # type: ignore[no-any-return]
         batch_size=batch_size,
         q_length=q_length,
@@ -79,9 +95,7 @@ def online_softmax_mask(
     )
 
 
-def _read(
-    function: MaskFunction, Sq: int, Sk: int, offset: int, *, in_packed: bool = False
-) -> tuple[Mask, ...] | None:
+def _read(function: MaskFunction, Sq: int, Sk: int, offset: int, *, in_packed: bool = False) -> tuple[Mask, ...] | None:
     """The same as values that all hold, query i standing `offset` keys after key i; None for what cannot be read."""
     align = "lower_right" if offset == Sk - Sq else offset
     if function is made.causal_mask_function:
@@ -116,13 +130,6 @@ def _closure(function: Any) -> dict[str, Any]:
     return dict(
         zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
     )
-
-
-def _simplest(parts: tuple[Mask, ...], Sq: int, Sk: int, offset: int) -> Mask | None:
-    needed = tuple(part for part in parts if _hides(part, Sq, Sk, offset))
-    if not needed or (len(needed) == 1 and isinstance(needed[0], Causal) and offset == 0):
-        return None
-    return needed[0] if len(needed) == 1 else All(needed)
 
 
 def _hides(part: Mask, Sq: int, Sk: int, offset: int) -> bool:
