@@ -2,7 +2,8 @@
 
 transformers composes a mask of functions of (batch, head, query, key), which its own backends evaluate at every
 position. Those that its factories make are read back here, by the code that they run and what they close over; any
-other function goes to `sdpa_mask`, which builds a boolean tensor.
+other function goes to `sdpa_mask`, which builds a boolean tensor. So does what torch.compile traces, which has no
+closures to look into, except for causal masks and padding.
 """
 
 from __future__ import annotations
