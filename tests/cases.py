@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashsoft
-from flashsoft import Causal, Window
+from flashsoft import Causal, Padding, Segments, Window
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -91,6 +91,30 @@ def _late(c: AttentionCase) -> Tensor:
     return keep
 
 
+def _ids(c: AttentionCase, batch: int) -> tuple[Tensor, Tensor]:
+    """Ids of queries and of keys, (batch, S): runs, out of order, some of them on one side only."""
+    generator = torch.Generator().manual_seed(c.Sq + 31 * c.Sk)
+    query_ids, key_ids = (
+        torch.randint(-2, 3, (batch, (S + 4) // 5), generator=generator).repeat_interleave(5, -1)[:, :S]
+        for S in (c.Sq, c.Sk)
+    )
+    return query_ids, key_ids
+
+
+def _lengths_of(c: AttentionCase) -> Tensor:
+    """None of the first entry's keys, and most of the others'."""
+    return torch.tensor([c.Sk - c.Sk // 3 if b else 0 for b in range(c.B)], dtype=torch.int64)
+
+
+def _segments(c: AttentionCase, batch: int) -> Tensor:
+    query_ids, key_ids = _ids(c, batch)
+    return (query_ids.unsqueeze(-1) == key_ids.unsqueeze(-2)).unsqueeze(1)
+
+
+def _used(c: AttentionCase) -> Tensor:
+    return (torch.arange(c.Sk) < _lengths_of(c).unsqueeze(-1))[:, None, None]
+
+
 MASKS: dict[str, MaskCase] = {
     "none": MaskCase(lambda c, device: None, lambda c: None),
     "causal": _band(Causal(), None, 0),
@@ -118,6 +142,32 @@ MASKS: dict[str, MaskCase] = {
         lambda c: torch.zeros(1, 1, dtype=torch.bool),
     ),
     "late": MaskCase(lambda c, device: _late(c).to(device), _late),
+    "segments": MaskCase(
+        lambda c, device: Segments(tuple(ids[0].to(device) for ids in _ids(c, 1))), lambda c: _segments(c, 1)
+    ),
+    "segments_b": MaskCase(
+        lambda c, device: Segments(tuple(ids.int().to(device) for ids in _ids(c, c.B))), lambda c: _segments(c, c.B)
+    ),
+    "lengths_b": MaskCase(lambda c, device: Padding(_lengths_of(c).to(device)), _used),
+    "padding_b": MaskCase(lambda c, device: Padding(_padding(c)[:, 0, 0].to(device)), _padding),
+    "all_of_them_b": MaskCase(
+        lambda c, device: (
+            Causal()
+            & Segments(tuple(ids.to(device) for ids in _ids(c, c.B)))
+            & _random_keep(c.Sk).to(device)
+            & Segments((torch.arange(c.Sq, device=device) // 9, torch.arange(c.Sk, device=device) // 9))
+            & Padding(_lengths_of(c).int().to(device))
+            & Padding((_lengths_of(c) - 1).clamp(0).to(device))
+        ),
+        lambda c: (
+            oracle.causal(c.Sq, c.Sk)
+            & _segments(c, c.B)
+            & _random_keep(c.Sk)
+            & (torch.arange(c.Sq).unsqueeze(-1) // 9 == torch.arange(c.Sk) // 9)
+            & _used(c)
+            & (torch.arange(c.Sk) < (_lengths_of(c) - 1).unsqueeze(-1))[:, None, None]
+        ),
+    ),
     "causal_and_padding": MaskCase(
         lambda c, device: Causal() & _padding(c).to(device), lambda c: oracle.causal(c.Sq, c.Sk) & _padding(c)
     ),
@@ -160,7 +210,7 @@ def _head_sizes() -> list[AttentionCase]:
         (192, 128),
     ]
     sizes += [(16, 40), (40, 16), (96, 1), (1, 96)]
-    wide = [(192, 192), (256, 256), (256, 64)]
+    wide = [(192, 192), (256, 256), (256, 64), (576, 512), (512, 512), (320, 300)]
     return [replace(_base, D=D, Dv=Dv, mask="causal") for D, Dv in sizes] + [
         replace(_base, Sq=5, Sk=18, D=D, Dv=Dv) for D, Dv in wide
     ]
@@ -185,6 +235,9 @@ EMPTY: tuple[AttentionCase, ...] = (
     replace(_base, Sk=0, Hq=4, Hkv=2, mask="causal"),
     replace(_base, B=0, Sq=0, mask="bool_bhqk"),
     replace(_base, Sq=0, mask="causal"),
+    replace(_base, B=2, Sk=0, mask="all_of_them_b"),
+    replace(_base, B=2, Sq=0, mask="segments_b"),
+    replace(_base, B=0, mask="lengths_b"),
 )
 LAYOUTS: tuple[AttentionCase, ...] = (
     *(

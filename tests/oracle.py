@@ -100,6 +100,40 @@ class Attention:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dslopes: Tensor | None = None
+    dsink: Tensor | None = None
+    dfactor: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of the scores: bias (any that broadcasts), slopes (B or 1, Hq), sink (Hq,), factor (Hq,), and a softcap.
+
+    drop: what dropout multiplies weights with, (B, Hq, Sq, Sk).
+    """
+
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sink: Tensor | None = None
+    factor: Tensor | None = None
+    softcap: float | None = None
+    drop: Tensor | None = None
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Terms:
+        tensors = (self.bias, self.slopes, self.sink, self.factor)
+        moved = (None if t is None else t.detach().to(device, dtype) for t in tensors)
+        return Terms(*moved, self.softcap, None if self.drop is None else self.drop.to(device, dtype))
+
+
+def distance(Sq: int, Sk: int) -> Tensor:
+    """|i + Sk - Sq - j|: 0 on the diagonal that ends in the last query and key."""
+    return torch.tensor([[abs(i + Sk - Sq - j) for j in range(Sk)] for i in range(Sq)], dtype=F64).view(Sq, Sk)
+
+
+def reduced(t: Tensor, like: Tensor) -> Tensor:
+    """Summed over what `like` is broadcast along."""
+    return t.sum_to_size(like.shape)
 
 
 def attention(
@@ -110,6 +144,7 @@ def attention(
     scale: float | None = None,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
+    terms: Terms | None = None,
 ) -> tuple[Attention, Attention]:
     """Values and magnitudes, on the CPU in float64, written out without autograd.
 
@@ -119,6 +154,7 @@ def attention(
     # exponents are rounded in float32 (float64), in whatever dtype the results are stored
     fine = 1.0 if q.dtype == F64 else torch.finfo(torch.float32).eps / torch.finfo(q.dtype).eps
     q, k, v = (t.detach().cpu().to(F64) for t in (q, k, v))
+    terms = (terms or Terms()).to("cpu", F64)
     (B, Hq, Sq, D), Hkv, Sk = q.shape, k.shape[1], k.shape[2]
     group = Hq // Hkv
     scale = D**-0.5 if scale is None else scale
@@ -128,29 +164,53 @@ def attention(
         mask &= keep.cpu()
         seen = mask.any(-2).unsqueeze(-1)
         k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
-    x = torch.where(mask, scale * (q @ k.mT), NEG_INF)
-    p, lse = softmax(x)
-    out = p @ v
-    x_seen = torch.where(mask, x, 0.0)
+        q = torch.where(mask.any(-1, keepdim=True), q, 0.0)
+    factor = torch.ones(Hq, 1, 1, dtype=F64) if terms.factor is None else terms.factor[:, None, None]
+    x = scale * factor * (q @ k.mT)
+    slope = slope_size = torch.ones((), dtype=F64)
+    if terms.softcap is not None:
+        capped = torch.tanh(x / terms.softcap)
+        x, slope = terms.softcap * capped, 1.0 - capped.square()
+        # 1 - tanh^2 cancels
+        slope_size = (slope.square() + (2.0 * fine * capped.square()).square()).sqrt()
+    parts = [x]
+    if terms.bias is not None:
+        parts.append(terms.bias.expand(B, Hq, Sq, Sk))
+    if terms.slopes is not None:
+        parts.append(-terms.slopes[..., None, None] * distance(Sq, Sk))
+    # the roundings of a score are of the size of what it is added up from
+    x_size = parts[0].abs() if len(parts) == 1 else sum(part.square() for part in parts).sqrt()
+    x_size = torch.where(mask, x_size, 0.0)
+    x = torch.where(mask, sum(parts[1:], parts[0]), NEG_INF)
+    if terms.sink is None:
+        p, lse = softmax(x)
+    else:
+        p, lse = softmax(torch.cat((x, terms.sink[:, None, None].expand(B, Hq, Sq, 1)), -1))
+        p, weight = p[..., :-1], p[..., -1]
+    drop = torch.ones((), dtype=F64) if terms.drop is None else terms.drop
+    out = (p * drop) @ v
     # rounding a score x moves its weight by eps * |x| of itself
-    p_size = p * (1.0 + (fine * x_seen).square()).sqrt()
-    peak = torch.where(mask, abs(scale) * (q.square() @ k.square().mT).sqrt(), 0.0)
+    p_size = p * (1.0 + (fine * torch.where(x == NEG_INF, 0.0, x_size)).square()).sqrt()
+    raw = torch.where(mask, (scale * factor).abs() * (q.square() @ k.square().mT).sqrt(), 0.0)
+    peak = raw if len(parts) == 1 else (raw.square() + torch.where(x == NEG_INF, 0.0, x_size).square()).sqrt()
     value = Attention(out, lse)
-    size = Attention((p_size.square() @ v.square()).sqrt(), lse.abs() + peak.amax(-1) if Sk else torch.zeros_like(lse))
+    lse_size = lse.abs() + peak.amax(-1) if Sk else torch.zeros_like(lse)
+    size = Attention(((p_size * drop).square() @ v.square()).sqrt(), lse_size)
     if dout is None:
         return value, size
     do = dout.detach().cpu().to(F64)
     dl = torch.zeros_like(lse) if dlse is None else dlse.detach().cpu().to(F64)
-    do = torch.where((lse == NEG_INF).unsqueeze(-1), 0.0, do)
+    do = torch.where(mask.any(-1, keepdim=True) & (lse != NEG_INF).unsqueeze(-1), do, 0.0)
     dl = torch.where(lse == NEG_INF, 0.0, dl)
     delta = (out * do).sum(-1) - dl
-    ds = p * (do @ v.mT - delta.unsqueeze(-1))
+    ds = p * (drop * (do @ v.mT) - delta.unsqueeze(-1))
     # the two terms of ds can cancel: its error is that of the larger
     delta_size = ((out * do).square().sum(-1) + dl.square()).sqrt().unsqueeze(-1)
     # the backward recomputes p as exp(x - lse), and rounds lse too
     seen_lse = torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1)
-    p_size = p * (1.0 + (fine * x_seen).square() + (fine * seen_lse).square()).sqrt()
-    ds_size = p_size * (do.square() @ v.square().mT + delta_size.square()).sqrt()
+    seen_x = torch.where(x == NEG_INF, 0.0, x_size)
+    p_size = p * (1.0 + (fine * seen_x).square() + (fine * seen_lse).square()).sqrt()
+    ds_size = p_size * (drop.square() * (do.square() @ v.square().mT) + delta_size.square()).sqrt()
 
     def fold(t: Tensor) -> Tensor:
         return t.view(B, Hkv, group, Sk, -1).sum(2)
@@ -158,14 +218,44 @@ def attention(
     def fold_size(t: Tensor) -> Tensor:
         return fold(t.square()).sqrt()
 
+    def sizes(per_score: Tensor, like: Tensor) -> Tensor:
+        """Of the sum of per_score * ds: the error of a row's delta is common to all its keys, and does not average."""
+        along_keys = like.ndim == 0 or like.shape[-1] == 1
+        common = delta_size * (p * per_score).sum(-1, keepdim=True) if along_keys else torch.zeros_like(delta_size)
+        wide = like if like.ndim else like.expand(1, 1, 1, 1)
+        rows = reduced(common.square(), wide) if along_keys else 0.0
+        return (reduced((ds_size * per_score).square(), wide) + rows).sqrt()
+
+    grads, grad_sizes = {}, {}
+    if terms.bias is not None:
+        like = terms.bias.reshape((1,) * (4 - terms.bias.ndim) + terms.bias.shape)
+        grads["dbias"] = reduced(ds, like).view(terms.bias.shape)
+        grad_sizes["dbias"] = sizes(torch.ones_like(ds), like).view(terms.bias.shape)
+    if terms.slopes is not None:
+        like = terms.slopes[..., None, None]
+        grads["dslopes"] = reduced(-ds * distance(Sq, Sk), like).view(terms.slopes.shape)
+        grad_sizes["dslopes"] = sizes(distance(Sq, Sk).expand_as(ds), like).view(terms.slopes.shape)
+    if terms.sink is not None:
+        weight_size = weight * (1.0 + (fine * lse).square() + (fine * terms.sink[:, None]).square()).sqrt()
+        grads["dsink"] = -(torch.where(weight == 0, 0.0, weight * delta)).sum((0, 2))
+        grad_sizes["dsink"] = (weight_size * delta_size.squeeze(-1)).square().sum((0, 2)).sqrt()
+    ds, ds_size = ds * slope, ds_size * slope_size
+    if terms.factor is not None:
+        like = factor.unsqueeze(0)
+        grads["dfactor"] = reduced(ds * scale * (q @ k.mT), like).view(Hq)
+        grad_sizes["dfactor"] = sizes(slope * abs(scale) * (q.square() @ k.square().mT).sqrt(), like).view(Hq)
     # the error of a row's delta is common to all its keys, and so does not average out over them
-    dq_size = abs(scale) * (ds_size.square() @ k.square() + (delta_size * (p @ k)).square()).sqrt()
-    value = Attention(out, lse, scale * (ds @ k), fold(scale * (ds.mT @ q)), fold(p.mT @ do))
+    dq_size = (ds_size.square() @ k.square() + (delta_size * ((p * slope) @ k)).square()).sqrt()
+    by = (scale * factor).abs()
+    value = Attention(
+        out, lse, scale * factor * (ds @ k), fold(scale * factor * (ds.mT @ q)), fold((p * drop).mT @ do), **grads
+    )
     size = Attention(
         size.out,
         size.lse,
-        dq_size,
-        fold_size(abs(scale) * (ds_size.square().mT @ q.square()).sqrt()),
-        fold_size((p_size.square().mT @ do.square()).sqrt()),
+        by * dq_size,
+        fold_size(by * (ds_size.square().mT @ q.square()).sqrt()),
+        fold_size(((p_size * drop).square().mT @ do.square()).sqrt()),
+        **grad_sizes,
     )
     return value, size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import cases
 import oracle
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import flashsoft
-from flashsoft import Causal, Window, masks
+from flashsoft import Causal, Padding, Segments, Window, masks
 from flashsoft.masks import MaskSpec, resolve
 from flashsoft.reference.masking import band
 
@@ -21,7 +22,8 @@ def dense(spec: MaskSpec, Sq: int, Sk: int) -> torch.Tensor:
     keep = torch.ones(Sq, Sk, dtype=torch.bool)
     for i, j in itertools.product(range(Sq), range(Sk)):
         keep[i, j] = (spec.lo is None or j - i >= spec.lo) and (spec.hi is None or j - i <= spec.hi)
-    return keep if spec.keep is None else keep & spec.keep
+    built = masks.built(spec, Sk, 4).keep
+    return keep if built is None else keep & built
 
 
 @pytest.mark.parametrize("name", [name for name in cases.MASKS if name not in ("none", "bool_bhqk", "bool_b11k")])
@@ -166,3 +168,86 @@ def test_a_tensor_joins_from_either_side_also_when_compiled(order: str, device: 
     want = flashsoft.attention(q, q, q, mask=keep.tril())
     torch.testing.assert_close(attend(q), want)
     torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), want)
+
+
+def test_segments_join_to_one_pair_of_ids_that_are_equal_iff_all_are() -> None:
+    """Of any values, whatever product of them would overflow."""
+    values = torch.tensor([0, 1, -1, 2**62, -(2**62), 2**63 - 1])
+    ids = [(values[torch.randint(6, (2, 9))], values[torch.randint(6, (1, 12))]) for _ in range(3)]
+    spec = resolve(Segments(ids[0]) & Segments(ids[1]) & Segments(ids[2]), 9, 12)
+    assert spec.query_ids is not None and spec.key_ids is not None and spec.keep is None
+    assert spec.query_ids.shape == (2, 9) and spec.key_ids.shape == (2, 12)
+    want = torch.ones(2, 9, 12, dtype=torch.bool)
+    for query_ids, key_ids in ids:
+        want &= query_ids.unsqueeze(-1) == key_ids.unsqueeze(-2)
+    assert torch.equal(spec.query_ids.unsqueeze(-1) == spec.key_ids.unsqueeze(-2), want)
+    one = torch.arange(5)
+    assert resolve(Segments(one), 5, 5).query_ids.data_ptr() == one.data_ptr()  # type: ignore[union-attr]
+
+
+def test_lengths_join_to_the_shortest_and_keep_masks_to_their_intersection() -> None:
+    spec = resolve(Padding(torch.tensor([3, 5])) & Padding(torch.tensor([4, 1], dtype=torch.int32)), 2, 7)
+    assert spec.lengths is not None and spec.lengths.tolist() == [3, 1] and spec.keep is None
+    a, b = torch.rand(2, 7) > 0.5, torch.rand(2, 7) > 0.5
+    spec = resolve(Padding(a) & Padding(b), 2, 7)
+    assert spec.keep is not None and torch.equal(spec.keep, (a & b)[:, None, None])
+
+
+@pytest.mark.parametrize("name", ["segments", "segments_b", "lengths_b", "padding_b", "all_of_them_b"])
+def test_fused_softmax_takes_them(name: str, backend: str, device: torch.device) -> None:
+    case = cases.AttentionCase(3, 2, 2, 13, 21, 1, 1)
+    x = torch.randn(3, 2, 13, 21, device=device)
+    mask = cases.MASKS[name]
+    keep = mask.keep(case)
+    assert keep is not None
+    y = flashsoft.fused_softmax(x, mask=mask.given(case, device), backend=backend)
+    want, _ = oracle.softmax(torch.where(keep, x.cpu().double(), oracle.NEG_INF))
+    torch.testing.assert_close(y.cpu().double(), want, atol=1e-6, rtol=1e-5)
+    if name == "segments":
+        two = flashsoft.fused_softmax(x[0, 0], mask=mask.given(case, device), backend=backend)
+        torch.testing.assert_close(two, y[0, 0])
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: Segments([0, 1]), TypeError, "ids must be a tensor or a pair"),  # type: ignore[arg-type]
+        (lambda: Segments((torch.arange(3),)), TypeError, "a pair"),  # type: ignore[arg-type]
+        (lambda: Segments(torch.zeros(3)), TypeError, "int32 or int64, got torch.float32"),
+        (lambda: Segments(torch.zeros(1, 2, 3, dtype=torch.int64)), ValueError, r"\(B, S\), got shape \(1, 2, 3\)"),
+        (lambda: Padding([3]), TypeError, "must be a tensor"),  # type: ignore[arg-type]
+        (lambda: Padding(torch.ones(2)), TypeError, "boolean tensor, or int32 or int64"),
+        (lambda: Padding(torch.ones(2, dtype=torch.bool)), ValueError, r"boolean \(B, Sk\), got shape \(2,\)"),
+        (lambda: Padding(torch.ones(2, 3, dtype=torch.int64)), ValueError, r"lengths \(B,\), got shape \(2, 3\)"),
+    ],
+)
+def test_what_cannot_be_segments_or_padding(make: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (Segments(torch.arange(5)), "Segments: ids must be (2, 7) for 2 entries of 7 keys, got shape (1, 5)"),
+        (
+            Segments((torch.arange(6), torch.arange(7))),
+            "ids must be (2, 5) for 2 entries of 5 queries, got shape (1, 6)",
+        ),
+        (Segments(torch.zeros(3, 5, dtype=torch.int64)), "ids must be (2, 5) for 2 entries of 5 queries"),
+        (Padding(torch.zeros(3, dtype=torch.int64)), "keys must be (2,) for 2 entries, got shape (3,)"),
+        (Padding(torch.zeros(2, 5, dtype=torch.bool)), "keys must be (2, 7) for 2 entries of 7 keys, got shape (2, 5)"),
+    ],
+)
+def test_segments_and_padding_that_do_not_fit(mask: masks.Mask, words: str) -> None:
+    q, k = torch.zeros(2, 1, 5, 8), torch.zeros(2, 1, 7, 8)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        flashsoft.attention(q, k, k, mask=Causal() & mask)
+
+
+def test_lengths_are_read_only_when_contents_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, mask = torch.zeros(2, 1, 5, 8), Padding(torch.tensor([5, 6]))
+    flashsoft.attention(q, q, q, mask=mask)
+    monkeypatch.setattr("flashsoft.env.CHECK", True)
+    with pytest.raises(ValueError, match=r"Padding: keys must be 0 to 5 in every entry, got \[5, 6\]"):
+        flashsoft.attention(q, q, q, mask=mask)
