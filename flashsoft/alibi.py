@@ -38,9 +38,7 @@ class ALiBi:
             raise ValueError(f"ALiBi: slopes must be (Hq,) or (B, Hq), got shape {tuple(self.slopes.shape)}")
 
     def __add__(self, other: Tensor) -> ALiBi:
-        if not isinstance(other, Tensor):
-            return NotImplemented
-        return ALiBi(self.slopes, other if self.bias is None else self.bias + other)
+        return _joined(self, other) if isinstance(other, Tensor) else NotImplemented
 
     __radd__ = __add__
 
@@ -48,10 +46,14 @@ class ALiBi:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Tensor + ALiBi comes here from torch."""
+        """Tensor + ALiBi comes here from torch, in eager code and when torch.compile traces either order."""
         if func not in (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add) or len(args) != 2:
             return NotImplemented
-        return args[0] + args[1] if isinstance(args[0], cls) else args[1] + args[0]
+        return _joined(*args) if isinstance(args[0], cls) else _joined(args[1], args[0])
+
+
+def _joined(one: ALiBi, other: Tensor) -> ALiBi:
+    return ALiBi(one.slopes, other if one.bias is None else one.bias + other)
 
 
 Bias = Tensor | ALiBi | None

@@ -239,7 +239,7 @@ def slopes(value: Tensor, heads: int, batch: int, what: str, device: torch.devic
 def scale(value: Any, D: int, heads: int, device: torch.device) -> float | Tensor:
     """A finite number, 1 / sqrt(D) for None, or a floating tensor (), (1,) or (Hq,)."""
     if not isinstance(value, Tensor):
-        return float(D**-0.5) if value is None else number("scale", value)
+        return D**-0.5 if value is None else number("scale", value)
     tensor("scale", value)
     on_device("scale", value, "query", device)
     if tuple(value.shape) not in ((), (1,), (heads,)):

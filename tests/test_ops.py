@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashsoft
-from flashsoft import Causal, Window, ops
+from flashsoft import ALiBi, Causal, Segments, Window, ops
+from flashsoft.terms import Terms
 
 _ops = getattr(torch.ops, ops.NAMESPACE)
 F32, F16 = torch.float32, torch.float16
@@ -68,13 +69,26 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     for layout in ("contiguous", "transposed"):
         q, k, v = inputs.attention_inputs(2, 2, 1, 4, 6, 8, 4, device=device, layout=layout)
         keep = torch.rand(2, 1, 1, 6, device=device).expand(2, 2, 4, 6) > 0.3
-        yield "attention", (q, k, v, None, 0.3, None, None, backend)
-        yield "attention", (q, k, v, keep, 0.3, -1, 2, backend)
+        few = Terms(keep=keep, scale=0.3, lo=-1, hi=2)
+        slopes, sink, factor = leaf(torch.rand(1, 2, device=device)), leaf(draw(2)), leaf(draw(1)).expand(2)
+        ids = [torch.randint(2, (1, S), device=device) for S in (4, 6)]
+        seed, lengths = torch.tensor([5], device=device), torch.tensor([6, 2], device=device)
+        many = Terms(None, leaf(draw(1, 2, 1, 6)), slopes, sink, factor, *ids, lengths, None, None, seed, 1.0, 2.0, 0.3)
+        for terms in (Terms(scale=0.3), few, many):
+            yield "attention", (q, k, v, *terms, backend)
         qkv = [t.detach() for t in (q, k, v)]
-        out, lse = _ops.attention(*qkv, keep, 0.3, None, 2, backend)
-        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-        yield "attention_backward", (dout, dlse, *qkv, out, lse, keep, 0.3, None, 2, backend)
-        yield "attention_backward", (dout, None, *qkv, out, lse, None, 0.3, None, None, backend)
+        for terms, needs in (
+            (few, (True,) * 3 + (False,) * 4),
+            (many, (True,) * 7),
+            (many, (False, True) * 3 + (False,)),
+        ):
+            terms = Terms(*(t.detach() if isinstance(t, Tensor) else t for t in terms))
+            out, lse = _ops.attention(*qkv, *terms, backend)
+            dout, dlse = torch.randn_like(out), None if needs[0] else torch.randn_like(lse)
+            yield "attention_backward", (dout, dlse, *qkv, out, lse, *terms, *needs, backend)
+    ends = [torch.tensor(e, device=device, dtype=torch.int32) for e in ((0, 2, 2, 4), (0, 3, 5, 6))]
+    packed = Terms(slopes=slopes, cu_q=ends[0], cu_k=ends[1], scale=0.3, hi=0, lower_right=True, max_q=2, max_k=3)
+    yield "attention", (q[:1], k[:1], v[:1], *packed, backend)
 
     # leaves only where no operator writes
     x, target = draw(3, 4, 7).transpose(0, 1), torch.tensor([[0, 6, -100]] * 4, device=device)
@@ -106,7 +120,7 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     )
 
 
-CALLS = 35
+CALLS = 40
 
 
 def test_the_table_below_holds_every_operator(device: torch.device) -> None:
@@ -165,6 +179,30 @@ def attend(backend: str) -> Callable[..., Tensor]:
     return run
 
 
+def attend_with_terms(backend: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, bias: Tensor, sink: Tensor, scale: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        ids = torch.arange(q.shape[2], device=q.device) // 4
+        out, lse = flashsoft.attention(
+            q, k, v, mask=Causal() & Segments(ids) & Segments(ids // 2), bias=ALiBi(slopes) + bias[..., : q.shape[2]],
+            sink=sink, scale=scale, softcap=5.0, return_lse=True, backend=backend,
+        )  # fmt: skip
+        return out.transpose(1, 2).flatten(2) * lse.mean()
+
+    return run
+
+
+def attend_varlen(backend: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sink: Tensor) -> Tensor:
+        S = q.shape[0]
+        out, lse = flashsoft.attention_varlen(
+            q, k, v, ends, ends, S, S, mask=Causal() & Window(6), sink=sink, return_lse=True, backend=backend
+        )
+        return out.flatten(1) * lse.mean()
+
+    return run
+
+
 def rows(backend: str) -> Callable[..., Tensor]:
     def run(x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
         y = flashsoft.softmax(x, dim=0, backend=backend).square() + flashsoft.log_softmax(x, backend=backend)
@@ -190,12 +228,27 @@ def attention_args(S: int, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(leaf(inputs.draw(2, S, H, 8, device=device)) for H in (2, 1, 1))
 
 
+def term_args(S: int, device: torch.device) -> tuple[Tensor, ...]:
+    bias = leaf(inputs.draw(1, 1, 1, 20, device=device))
+    slopes, sink, scale = (leaf(torch.rand(2, device=device)) for _ in range(3))
+    return *attention_args(S, device), slopes, bias, sink, scale
+
+
+def varlen_args(S: int, device: torch.device) -> tuple[Tensor, ...]:
+    ends = torch.tensor([0, 2, 2, S], dtype=torch.int32, device=device)
+    return (*(leaf(inputs.draw(S, H, 8, device=device)) for H in (2, 1, 1)), ends, leaf(torch.rand(2, device=device)))
+
+
 def row_args(n: int, device: torch.device) -> tuple[Tensor, ...]:
     mask = torch.rand(n, n + 1, device=device) > 0.2
     return leaf(inputs.draw(n, n + 1, device=device)), mask, leaf(inputs.draw(n + 1, device=device))
 
 
-@pytest.mark.parametrize("make, args", [(attend, attention_args), (rows, row_args)], ids=["attention", "rows"])
+@pytest.mark.parametrize(
+    "make, args",
+    [(attend, attention_args), (attend_with_terms, term_args), (attend_varlen, varlen_args), (rows, row_args)],
+    ids=["attention", "terms", "varlen", "rows"],
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_in_one_graph(
     make: Callable[..., Any], args: Callable[..., Any], dynamic: bool, backend: str, device: torch.device
@@ -271,6 +324,59 @@ def test_vmap_of_attention_with_a_mask_made_inside(backend: str, device: torch.d
     want = flashsoft.attention(*(t.flatten(0, 1) for t in (q, k, v)), mask=Causal(), backend=backend)
     torch.testing.assert_close(torch.vmap(run)(q, k, v).flatten(0, 1), want)
     torch.testing.assert_close(torch.vmap(run, in_dims=(0, None, None))(q, k[0], v[0])[2], run(q[2], k[0], v[0]))
+
+
+def test_vmap_of_attention_with_terms(backend: str, device: torch.device) -> None:
+    """Folded where that is the same, entry by entry where it is not; gradients of what is shared and what is not."""
+    V, B, H, S = 3, 2, 2, 5
+    q, k, v = (leaf(inputs.draw(V, B, H, S, 8, device=device)) for _ in range(3))
+    shared_bias, own_bias = (
+        leaf(inputs.draw(1, H, 1, S, device=device)),
+        leaf(inputs.draw(V, B, 1, S, S, device=device)),
+    )
+    sink, slopes = leaf(inputs.draw(V, H, device=device)), leaf(torch.rand(H, device=device))
+    lengths = torch.tensor([[5, 2], [0, 3], [4, 4]], device=device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor | None, lengths: Tensor) -> Tensor:
+        mask = Causal() & flashsoft.Padding(lengths)
+        return flashsoft.attention(q, k, v, mask=mask, bias=ALiBi(slopes) + bias, sink=sink, backend=backend)
+
+    for bias, bias_dim in ((shared_bias, None), (own_bias, 0)):
+        for given, sink_dim in ((None, None), (sink, 0), (sink[0], None)):
+            dims = (0, 0, 0, bias_dim, sink_dim, 0)
+            got = torch.vmap(run, in_dims=dims)(q, k, v, bias, given, lengths)
+            alone = [
+                [t if dim is None else t[i] for t, dim in zip((q, k, v, bias, given, lengths), dims, strict=True)]
+                for i in range(V)
+            ]
+            want = torch.stack([run(*args) for args in alone])
+            torch.testing.assert_close(got, want)
+            leaves = [t for t in (q, k, v, bias, slopes, *(() if given is None else (sink,)))]
+            dout = torch.randn_like(got)
+            for a, b in zip(*(torch.autograd.grad(t, leaves, dout) for t in (got, want)), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_vmap_of_packed_sequences_and_of_dropout(backend: str, device: torch.device) -> None:
+    q = inputs.draw(3, 6, 2, 8, device=device)
+    ends = torch.tensor([[0, 2, 6], [0, 0, 6], [0, 3, 5]], dtype=torch.int32, device=device)
+
+    def packed(q: Tensor, ends: Tensor) -> Tensor:
+        return flashsoft.attention_varlen(q, q, q, ends, ends, 6, 6, backend=backend)[:5]
+
+    want = torch.stack([packed(*args) for args in zip(q, ends, strict=True)])
+    torch.testing.assert_close(torch.vmap(packed)(q, ends), want)
+    ones = torch.ones(3, 1, 1, 5, 8, device=device)
+
+    def dropped(q: Tensor) -> Tensor:
+        return flashsoft.attention(q, q, q, dropout_p=0.5, backend=backend)
+
+    same = torch.vmap(dropped, randomness="same")(ones)
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    different = torch.vmap(dropped, randomness="different")(ones)
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(dropped)(ones)
 
 
 def second(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ..terms import Terms
 from .autocast import autocast
 from .terms import terms_of
 
+# dropout_p is 0 by default, not 0.0, which torch.compile(dynamic=True) would trace twice
 HALF = (torch.float16, torch.bfloat16)  # float32 attention also depends on what torch allows its products to be
 
 
@@ -58,7 +59,7 @@ def attention(
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -198,7 +199,7 @@ def explain(
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> dispatch.Explanation:

@@ -16,7 +16,7 @@ def scaled_dot_product_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,

@@ -65,7 +65,7 @@ def attention_varlen(
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
