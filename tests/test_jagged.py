@@ -51,7 +51,6 @@ def test_each_sequence_alone(options: dict[str, Any], device: torch.device) -> N
     options["backend"] = "reference"
     out, lse = flashsoft.attention(query, key, value, return_lse=True, **options)
     assert out.is_nested and out.shape[2] == query.shape[2] and lse.shape[2] == query.shape[2]
-    assert torch.equal((out + query[..., :1]).offsets(), query.offsets())  # of query's own lengths
     total = torch.zeros((), device=device)
     for b, (q, k, v) in enumerate(zip(*(x.unbind() for x in leaves), strict=True)):
         alone = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))

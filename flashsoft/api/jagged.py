@@ -11,7 +11,7 @@ from .varlen import attention_varlen
 
 
 def attention_jagged(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Any
+    query: Any, key: Any, value: Any, *, return_lse: bool, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` where query is jagged (B, Hq, j, D): a (B, j, Hq, D) transposed, as torch's attention takes it.
 
@@ -42,20 +42,20 @@ def attention_jagged(
     return (out, lse[0]) if lse else out
 
 
-def _check(name: str, x: Tensor) -> None:
+def _check(name: str, x: Any) -> None:
     if not x.is_nested or x.layout != torch.jagged:
         got = "strided" if x.is_nested else "dense"
         raise ValueError(f"{name} must be a nested tensor with layout torch.jagged, as query is, got a {got} tensor")
-    if x.ndim != 4 or x._ragged_idx != 2:  # type: ignore[attr-defined]
+    if x.ndim != 4 or x._ragged_idx != 2:
         raise ValueError(f"{name} must be jagged (B, H, j, D), a (B, j, H, D) transposed, got shape {tuple(x.shape)}")
     if x.lengths() is not None:
         raise ValueError(f"{name} must have no gaps between its sequences, got one with lengths: call contiguous()")
 
 
-def _ends(x: Tensor) -> Tensor:
-    return x.offsets().to(torch.int32)
+def _ends(x: Any) -> Tensor:
+    return x.offsets().to(torch.int32)  # type: ignore[no-any-return]
 
 
-def _longest(x: Tensor) -> int:
+def _longest(x: Any) -> int:
     """Known to a jagged tensor once anything has asked; the first to ask reads offsets from the device."""
-    return x._get_max_seqlen()  # type: ignore[attr-defined, no-any-return]
+    return x._get_max_seqlen()  # type: ignore[no-any-return]
