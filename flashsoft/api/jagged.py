@@ -31,15 +31,13 @@ def attention_jagged(
     if key.offsets() is not value.offsets() and key.shape[2] != value.shape[2]:
         raise ValueError("key and value must share their offsets, got two jagged tensors made apart")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    result = attention_varlen(
-        q.values(), k.values(), v.values(), *(_ends(x) for x in (q, k)), *(_longest(x) for x in (q, k)),
-        return_lse=return_lse, **options,
-    )  # fmt: skip
-    results = result if isinstance(result, tuple) else (result,)
-    out, *lse = (
+    results = attention_varlen(
+        q.values(), k.values(), v.values(), _ends(q), _ends(k), _longest(q), _longest(k), return_lse=True, **options
+    )
+    out, lse = (
         torch.nested.nested_tensor_from_jagged(x, q.offsets(), max_seqlen=_longest(q)).transpose(1, 2) for x in results
     )
-    return (out, lse[0]) if lse else out
+    return (out, lse) if return_lse else out
 
 
 def _check(name: str, x: Any) -> None:
