@@ -213,7 +213,7 @@ def attention(
     ds_size = p_size * (drop.square() * (do.square() @ v.square().mT) + delta_size.square()).sqrt()
 
     def fold(t: Tensor) -> Tensor:
-        return t.view(B, Hkv, group, Sk, -1).sum(2)
+        return t.view(B, Hkv, group, Sk, t.shape[-1]).sum(2)
 
     def fold_size(t: Tensor) -> Tensor:
         return fold(t.square()).sqrt()

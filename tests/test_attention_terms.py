@@ -133,18 +133,16 @@ def check(
     compare(c, o, leaves, keep, drop, (out, lse), made, dout, dlse)
 
 
-def compare(
+def judged(
     c: AttentionCase,
     o: Options,
     leaves: dict[str, Tensor],
     keep: Tensor | None,
     drop: Tensor | None,
-    results: tuple[Tensor, Tensor],
-    made: dict[str, Tensor],
     dout: Tensor,
     dlse: Tensor,
-) -> None:
-    """Everything against the oracle; a scale tensor of one entry has the sum of its heads' gradients."""
+) -> tuple[oracle.Attention, oracle.Attention, oracle.Attention]:
+    """What is right, torch's own, and magnitudes."""
     q, k, v = (leaves[name] for name in ("query", "key", "value"))
     factor, slopes = leaves.get("factor"), leaves.get("slopes")
     terms = oracle.Terms(
@@ -157,23 +155,50 @@ def compare(
     )
     scale = 1.0 if factor is not None else c.scale
     want, size = oracle.attention(q, k, v, keep, scale, dout, dlse, terms)
-    own = twin.attention(q, k, v, keep, scale, dout, dlse, terms)
-    half = q.dtype in (torch.float16, torch.bfloat16)
+    return want, twin.attention(q, k, v, keep, scale, dout, dlse, terms), size
+
+
+def expected(
+    c: AttentionCase, leaves: dict[str, Tensor], kinds: tuple[oracle.Attention, ...], name: str
+) -> tuple[Tensor, ...]:
+    """Of the gradient of one leaf, what `judged` gave."""
+    field = {"query": "dq", "key": "dk", "value": "dv"}.get(name, f"d{name}")
+    exact, theirs, size = (getattr(kind, field).cpu().double() for kind in kinds)
+    shape = leaves[name].shape
+    if name == "factor" and leaves[name].numel() == 1 < c.Hq:
+        # one entry for all heads has the sum of what they have
+        exact, theirs, size = exact.sum(), theirs.sum(), size.square().sum().sqrt()
+    return exact.reshape(shape), theirs.reshape(shape), size.reshape(shape)
+
+
+def close(name: str, got: Tensor, exact: Tensor, theirs: Tensor, size: Tensor, half: bool, dtype: torch.dtype) -> None:
+    """A gradient within its bound; in float32 of inputs in half, what it is summed from is rounded to half."""
+    floor = None
+    if half and got.dtype == torch.float32:
+        floor = tolerances.FLOOR * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    assert_close_to(got, exact, theirs, size, floor=floor, name=f"gradient of {name}")
+
+
+def compare(
+    c: AttentionCase,
+    o: Options,
+    leaves: dict[str, Tensor],
+    keep: Tensor | None,
+    drop: Tensor | None,
+    results: tuple[Tensor, Tensor],
+    made: dict[str, Tensor],
+    dout: Tensor,
+    dlse: Tensor,
+) -> None:
+    """Everything against the oracle."""
+    dtype = leaves["query"].dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    kinds = judged(c, o, leaves, keep, drop, dout, dlse)
     for name, result in zip(("out", "lse"), results, strict=True):
         floor = tolerances.FLOOR_LSE_HALF if half and name == "lse" else None
-        parts = (getattr(each, name) for each in (want, own, size))
-        assert_close_to(result, *parts, floor=floor, name=name)
+        assert_close_to(result, *(getattr(kind, name) for kind in kinds), floor=floor, name=name)
     for name, gradient in made.items():
-        field = {"query": "dq", "key": "dk", "value": "dv"}.get(name, f"d{name}")
-        exact, theirs, magnitude = (getattr(each, field) for each in (want, own, size))
-        if name == "factor" and gradient.numel() == 1:
-            exact, theirs, magnitude = exact.sum(), theirs.sum(), magnitude.square().sum().sqrt()
-        shape = gradient.shape
-        # terms in float32 of inputs in half: what they are summed from is rounded to half
-        floor = None
-        if half and gradient.dtype == torch.float32:
-            floor = tolerances.FLOOR * torch.finfo(q.dtype).eps / torch.finfo(torch.float32).eps
-        assert_close_to(gradient, exact.view(shape), theirs.view(shape), magnitude.view(shape), floor=floor, name=field)
+        close(name, gradient, *expected(c, leaves, kinds, name), half, dtype)
 
 
 TERMS = (

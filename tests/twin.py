@@ -98,7 +98,7 @@ def _with_terms(
     if dout is None:
         return oracle.Attention(out.detach(), lse.detach())
     targets, grads = [out], [torch.where(dead, 0.0, dout)]
-    if dlse is not None:
+    if dlse is not None and lse.requires_grad:
         targets, grads = [out, lse], [grads[0], torch.where(alone.squeeze(-1), 0.0, dlse.to(wide))]
     wanted = [t for t in leaves if t is not None]
     made = iter(torch.autograd.grad(targets, wanted, grads, allow_unused=True, materialize_grads=True))

@@ -7,7 +7,8 @@ Per tile of BLOCK_N keys: 2 * BLOCK_M * BLOCK_N * (D + Dv) flops on the matrix u
 and BLOCK_N * (D + Dv) elements read, from L2 after the first program of a head. In all: 2 * Sq * Sk * (D + Dv) flops
 a head (half under a causal mask); query, key, value read and out, lse written.
 
-Invariant: after each tile, acc = sum_j exp(scale * x_j - ln2 * m) * v_j, and s the same sum without v_j.
+Invariant: after each tile, acc = sum_j exp(scale * x_j - ln2 * m) * v_j, and s the same sum without v_j. A sink is in
+m and s from the start, a score without a value. Dropout takes weights out of acc only.
 """
 
 from __future__ import annotations
@@ -17,124 +18,134 @@ import triton
 import triton.language as tl
 
 from ..reference.attention import empty_output
-from ..tuning.attention import forward_config, input_precision, padded
+from ..terms import Terms as Given
+from ..tuning.attention import columns, forward_config
+from .attention_launch import Numbers, arguments, heads, numbers, programs, tables, tensors
+from .attention_scores import kept, scores, unit
+from .attention_terms import Terms, place_of, positive_scale, signed_scale
+from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors, launch
 from .masking import runs, seen, visible
-from .softmax import LN2, finish, update_folded
-from .tiles import dot_add, head_pointer, load_tile, score_dot, store_tile
+from .softmax import LN2, LOG2E, finish, start_from, update_folded
 
 
 @triton.jit
 def _attend(
-    m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start, end, Sq, Sk, scale,
-    lo, hi,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    m, s, acc, q, k_head, v_head, row0, start, end, scale, terms, place,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Takes the key tiles of [start, end) into the state; EDGE tiles are masked."""
+    BLOCK_M: tl.constexpr = q[0].shape[0]
     for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        rows = row0 + tl.arange(0, BLOCK_M)
         columns = column0 + tl.arange(0, BLOCK_N)
         loadable = None
         if EDGE:
-            loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, Sq) - 1, Sk, lo, hi)
-        k = load_tile(k_head, k_strides, columns, loadable, D, BLOCK_D)
+            loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
+        k = load_tile(k_head, columns, loadable, D, BLOCK_D)
         x = score_dot(q, k, PRECISION)
-        v = load_tile(v_head, v_strides, columns, loadable, DV, BLOCK_DV)
+        v = load_tile(v_head, columns, loadable, DV, BLOCK_DV)
+        x = scores(x, rows[:, None], columns[None, :], scale, terms, place)
         if EDGE:
-            rows = row0 + tl.arange(0, BLOCK_M)
-            taken = visible(rows[:, None], columns[None, :], Sq, Sk, lo, hi, keep_head, keep_strides)
+            taken = visible(rows[:, None], columns[None, :], terms, place)
             x = tl.where(taken, x, float("-inf"))
-            if keep_head is not None:
-                v = tl.where((tl.max(taken.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-        m, s, alpha, p = update_folded(m, s, x, scale)
-        acc = dot_add(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+            if (terms.keep is not None) or (terms.query_ids is not None):
+                v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
+        m, s, alpha, p = update_folded(m, s, x, unit(scale, terms))
+        if terms.seed is not None:
+            p = tl.where(kept(rows, column0, terms, place, BLOCK_N), p, 0.0)
+        acc = dot_add(p, v, scaled_rows(acc, alpha), PRECISION)
     return m, s, acc
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group"])
+@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold"])
 def attention_forward_kernel(
-    query, key, value, keep, out, lse, q_strides, k_strides, v_strides, keep_strides, out_strides, Sq, Sk, lo, hi,
-    Hq, group, scale,
+    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, table, out, lse,
+    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """`scale` > 0; NEGATE flips the sign of the scores (through q, exactly), so that a maximum stays one."""
-    tiles = tl.cdiv(Sq, BLOCK_M)
+    """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
+    terms = Terms(
+        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        scale, softcap, threshold, dropout_scale, lo, hi,
+    )  # fmt: skip
     pid = tl.program_id(0)
     # the last rows see most under a causal mask: they start first, and the tiles of a head run side by side
-    row0 = (tiles - 1 - pid % tiles) * BLOCK_M
-    bh = pid // tiles
-    b = bh // Hq
-    h = bh % Hq
-    k_head = head_pointer(key, k_strides, b, h // group)
-    v_head = head_pointer(value, v_strides, b, h // group)
-    keep_head = keep
-    if keep is not None:
-        keep_head = head_pointer(keep, keep_strides, b, h)
+    tile = tiles - 1 - pid % tiles
+    row0 = tile * BLOCK_M
+    place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
+    if row0 >= place.Sq:
+        return
+    b, h = place.b, place.h
+    k_head = head_of(key, k_strides, b, h // group, cu_k)
+    v_head = head_of(value, v_strides, b, h // group, cu_k)
     rows = row0 + tl.arange(0, BLOCK_M)
-    q = load_tile(head_pointer(query, q_strides, b, h), q_strides, rows, rows < Sq, D, BLOCK_D)
-    if NEGATE:
-        q = -q
+    there = rows < place.Sq
+    q = load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D)
+    q = signed(q, signed_scale(terms, place))
+    size = positive_scale(terms, place)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     s = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    last = tl.minimum(row0 + BLOCK_M, Sq) - 1
-    start, inside, edge, end = runs(row0, last, Sk, lo, hi, BLOCK_N, ALL_EDGES=keep is not None, TAIL_IS_EDGE=True)
-    if lo is not None:
+    if sink is not None:
+        m, s = start_from(tl.full([BLOCK_M], 0.0, tl.float32) + tl.load(sink + h).to(tl.float32) * LOG2E, LN2)
+    acc = zeros(BLOCK_M, BLOCK_DV)
+    last = tl.minimum(row0 + BLOCK_M, place.Sq) - 1
+    if table is not None:
+        table += b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
+    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
+    start, inside, edge, end = runs(
+        row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, ALL_EDGES=ALL_EDGES, TAIL_IS_EDGE=True
+    )
+    if (lo is not None) or (table is not None):
         m, s, acc = _attend(
-            m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, start, inside,
-            Sq, Sk, scale, lo, hi, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+            m, s, acc, q, k_head, v_head, row0, start, inside, size, terms, place,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
         )  # fmt: skip
-    if keep is None:
+    if not ALL_EDGES:
         m, s, acc = _attend(
-            m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, inside, edge,
-            Sq, Sk, scale, lo, hi, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+            m, s, acc, q, k_head, v_head, row0, inside, edge, size, terms, place,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
         )  # fmt: skip
     m, s, acc = _attend(
-        m, s, acc, q, k_head, k_strides, v_head, v_strides, keep_head, keep_strides, row0, edge, end,
-        Sq, Sk, scale, lo, hi, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+        m, s, acc, q, k_head, v_head, row0, edge, end, size, terms, place,
+        D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
     )  # fmt: skip
     inverse, row_lse = finish(m, s, LN2)
-    store_tile(head_pointer(out, out_strides, b, h), out_strides, rows, rows < Sq, acc * inverse[:, None], DV, BLOCK_DV)
-    tl.store(lse + bh.to(tl.int64) * Sq + rows, row_lse, mask=rows < Sq)
+    if seed is not None:
+        inverse *= dropout_scale
+    store_tile(head_of(out, out_strides, b, h, cu_q), rows, there, scaled_rows(acc, inverse), DV)
+    lse_head = lse + (place.stream.to(tl.int64) * Sq if cu_q is None else h.to(tl.int64) * Sq + tl.load(cu_q + b))
+    tl.store(lse_head + rows, row_lse, mask=there)
 
 
-def positive_scale(scale: float) -> float:
-    """|scale| for a kernel: the smallest normal number stands for 0, since 0 * -inf of a masked score is NaN."""
-    return max(abs(scale), torch.finfo(torch.float32).tiny)
-
-
-def _plan(inputs: Tensors, outputs: Tensors, scale: float, lo: int | None, hi: int | None, precision: str) -> Launch:
-    query, key, value, keep = inputs
-    B, Hq, Sq, D = query.shape
-    Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
-    config = forward_config(query, Dv)
-    args = (
-        query.stride(), key.stride(), value.stride(), None if keep is None else keep.stride(), outputs[0].stride(),
-        Sq, Sk, lo, hi, Hq, Hq // Hkv, positive_scale(scale),
-    )  # fmt: skip
+def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Launch:
+    *given, table = inputs
+    query, _, value = given[:3]
+    config = forward_config(query, value.shape[3])  # type: ignore[arg-type, union-attr]
+    tiles = triton.cdiv(numbers.longest_q, config.block_m)
+    args = (*arguments(given, table, numbers), outputs[0].stride(), tiles)  # type: ignore[union-attr]
+    D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
-        D=D, DV=Dv, BLOCK_D=padded(D), BLOCK_DV=padded(Dv), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        STAGES=config.num_stages, NEGATE=scale < 0, PRECISION=precision, num_warps=config.num_warps,
+        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        STAGES=config.num_stages, PRECISION=numbers.precision, LOWER_RIGHT=numbers.lower_right,
+        num_warps=config.num_warps,
     )  # fmt: skip
-    return Launch(attention_forward_kernel, triton.cdiv(Sq, config.block_m) * B * Hq, args, options)
+    return Launch(attention_forward_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]
 
 
 def attention_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keep: torch.Tensor | None,
-    scale: float,
-    lo: int | None,
-    hi: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Given
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
     B, Hq, Sq, _ = query.shape
     out = empty_output(query, value.shape[3])
     lse = query.new_empty_strided((B, Hq, Sq), (Hq * Sq, Sq, 1), dtype=torch.float32)
     if lse.numel() > 0:
-        keep = None if keep is None else keep.view(torch.uint8)
-        precision = input_precision(query.dtype)
-        launch(_plan, (query, key, value, keep), (out, lse), scale, lo, hi, precision)
+        config = forward_config(query, value.shape[3])
+        table = tables(query, key, terms, config.block_m, config.block_n)
+        given = (query, key, value, *tensors(terms), table)
+        launch(_plan, given, (out, lse), numbers(query, key, terms))
     return out, lse

@@ -54,12 +54,15 @@ _ready: dict[tuple[Any, ...], Callable[[list[Any]], None]] = {}  # what `_starte
 
 
 def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *options: Any) -> None:
-    """Launches `plan(inputs, outputs, *options)` on the first input's device, on the current stream there.
+    """Launches `plan(inputs, outputs, *options)` on the inputs' device, on the current stream there.
 
     The plan, and the layouts and dtypes of the outputs, must follow from the options, all hashable, the layouts and
     dtypes of the inputs, and the device; the plan is then made once for each. See `forget`.
     """
-    device = inputs[0].get_device()  # type: ignore[union-attr]
+    first = inputs[0]
+    if first is None:
+        first = next(tensor for tensor in inputs if tensor is not None)
+    device = first.get_device()
     if device < 0:
         _start(plan(inputs, outputs, *options), inputs, outputs, 0)
         return

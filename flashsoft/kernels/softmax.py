@@ -42,6 +42,12 @@ def exponential(x, at, scale):
 
 
 @triton.jit
+def start_from(x, scale=1.0):
+    """The state of rows with one score x each, so far."""
+    return x, exponential(x, pivot(x), scale)
+
+
+@triton.jit
 def update(m, s, x, scale=1.0):
     """Takes a tile x (rows, columns) into the state m, s (rows,).
 

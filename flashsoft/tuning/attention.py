@@ -62,6 +62,11 @@ HOPPER: dict[tuple[int, int], Ladders] = {
         keys=(TileConfig(64, 64, 8, 1),),
         queries=(TileConfig(128, 32, 8, 2),),
     ),
+    (2, 512): Ladders(
+        forward=(TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1)),
+        keys=(TileConfig(32, 32, 8, 1),),
+        queries=(TileConfig(32, 32, 8, 1),),
+    ),
 }
 PORTABLE: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
@@ -94,7 +99,18 @@ PORTABLE: dict[tuple[int, int], Ladders] = {
         keys=(TileConfig(16, 16, 4, 1),),
         queries=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 4, 1)),
     ),
+    (2, 512): Ladders(
+        forward=(TileConfig(32, 32, 8, 1), TileConfig(16, 16, 8, 1)),
+        keys=(TileConfig(32, 32, 8, 1), TileConfig(16, 16, 8, 1)),
+        queries=(TileConfig(32, 32, 8, 1), TileConfig(16, 16, 8, 1)),
+    ),
+    (4, 512): Ladders(
+        forward=(TileConfig(16, 16, 8, 1),),
+        keys=(TileConfig(16, 16, 8, 1),),
+        queries=(TileConfig(16, 16, 8, 1),),
+    ),
 }
+BIAS_PROGRAMS = 264  # that a bias's gradient is dealt to where it is small: two for each multiprocessor of an H200
 PREPARE_ROWS = 32  # of a program of the kernel before both gradients
 
 # The interpreter's time goes by tiles, not by their size, but tests want several of them in short sequences.
@@ -104,9 +120,21 @@ ROW_PADDING = 128  # per-row statistics of the backward are padded to whole tile
 SCRATCH = 2048  # bytes of shared memory left for reductions and per-row statistics
 
 
+def columns(head_dim: int) -> tuple[int, ...]:
+    """A head's columns in a tile: one power of two, or two if that pads less; 16 is the least of a matrix instruction.
+
+    >>> [columns(size) for size in (8, 64, 72, 120, 192, 576)]
+    [(16,), (64,), (64, 16), (128,), (128, 64), (512, 64)]
+    """
+    whole = max(16, int(triton.next_power_of_2(head_dim)))
+    first = whole // 2
+    rest = max(16, int(triton.next_power_of_2(head_dim - first)))
+    return (whole,) if first < 16 or first + rest >= whole else (first, rest)
+
+
 def padded(head_dim: int) -> int:
-    """A head's columns in a tile: the next power of two, at least the 16 that a matrix instruction takes."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
+    """How many columns a head has in a tile."""
+    return sum(columns(head_dim))
 
 
 def input_precision(dtype: torch.dtype) -> str:
@@ -165,7 +193,7 @@ def backward_config(query: torch.Tensor, Dv: int) -> BackwardConfig:
 
 @functools.cache
 def _choose(D: int, Dv: int, itemsize: int, target: Device) -> tuple[TileConfig, BackwardConfig]:
-    key = (itemsize, max(64, padded(D), padded(Dv)))
+    key = (itemsize, min(512, max(64, int(triton.next_power_of_2(max(D, Dv))))))
     row_bytes = (padded(D) + padded(Dv)) * itemsize
     ladders = HOPPER[key] if target.hopper and key in HOPPER else PORTABLE[key]
 

@@ -1,0 +1,102 @@
+"""What the launches of attention have in common: the terms as tensors and numbers, in the kernels' order.
+
+Every kernel of attention takes query, key and value, then `tensors`, then its own; and as numbers `arguments`, then its
+own. A kernel's plan sees layouts and `Numbers` only, so that a launch can be made again for others of the same kind.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..terms import Terms
+from ..tuning.attention import input_precision
+from .launch import Tensors
+from .tile_runs import broadcast_strides, tile_runs
+
+WORDS = 1 << 32  # of Philox
+
+
+class Numbers(NamedTuple):
+    """The numbers of `Terms`, how float32 products are computed, and which rows are longest."""
+
+    scale: float
+    softcap: float | None
+    threshold: int
+    dropout_scale: float
+    lo: int | None
+    hi: int | None
+    lower_right: bool
+    longest_q: int
+    longest_k: int
+    precision: str
+
+
+def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
+    """Of one call."""
+    packed = terms.cu_q is not None
+    p = terms.dropout_p
+    return Numbers(
+        terms.scale,
+        terms.softcap,
+        min(round(p * WORDS), WORDS - 1),
+        1.0 / (1.0 - p) if p < 1.0 else 0.0,
+        terms.lo,
+        terms.hi,
+        terms.lower_right and packed,
+        terms.max_q if packed else query.shape[2],
+        terms.max_k if packed else key.shape[2],
+        input_precision(query.dtype),
+    )
+
+
+def tensors(terms: Terms) -> tuple[Tensor | None, ...]:
+    """keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
+    lines = (terms.sink, terms.factor)
+    offsets = (terms.lengths, terms.cu_q, terms.cu_k, terms.seed)
+    return (
+        None if terms.keep is None else terms.keep.view(torch.uint8),
+        terms.bias,
+        terms.slopes,
+        *(None if x is None else x.contiguous() for x in lines),
+        terms.query_ids,
+        terms.key_ids,
+        *(None if x is None else x.contiguous() for x in offsets),
+    )
+
+
+def tables(query: Tensor, key: Tensor, terms: Terms, own: int, step: int, *, by_keys: bool = False) -> Tensor | None:
+    """The runs of tiles of `own` queries over tiles of `step` keys, or by_keys the other way; see `tile_runs`."""
+    if terms.keep is None and terms.query_ids is None:
+        return None
+    keep = None if terms.keep is None else terms.keep.view(torch.uint8)
+    Sq, Sk = query.shape[2], key.shape[2]
+    return tile_runs(keep, terms.query_ids, terms.key_ids, Sq, Sk, own, step, by_keys=by_keys)
+
+
+def heads(query: Tensor, cu_q: Tensor | None) -> int:
+    """Query heads over all batch entries, or packed sequences."""
+    return query.shape[1] * (query.shape[0] if cu_q is None else cu_q.shape[0] - 1)
+
+
+def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[object, ...]:
+    """The strides of query, key, value, keep, bias, slopes, ids and table, and the numbers up to `hi`."""
+    query, key, value, keep, bias, slopes, _, _, query_ids, key_ids, *_ = given
+    (_, Hq, Sq, _), (_, Hkv, Sk, _) = query.shape, key.shape  # type: ignore[union-attr]
+    strides = [None if x is None else broadcast_strides(x) for x in (keep, bias, slopes, table)]
+    ids = None
+    if query_ids is not None and key_ids is not None:
+        ids = (*broadcast_strides(query_ids), *broadcast_strides(key_ids))
+    return (
+        *(x.stride() for x in (query, key, value)), *strides[:3], ids, strides[3],  # type: ignore[union-attr]
+        Sq, Sk, Hq, Hq // Hkv, numbers.scale, numbers.softcap, numbers.threshold, numbers.dropout_scale,
+        numbers.lo, numbers.hi,
+    )  # fmt: skip
+
+
+def programs(longest: int, tile: int, heads: int) -> int:
+    """One for each tile of the longest row of each head."""
+    return triton.cdiv(longest, tile) * heads

@@ -1,0 +1,81 @@
+"""From products to scores: scale, softcap, bias and ALiBi, in that order; and what dropout keeps.
+
+Where a softcap, a bias or ALiBi leaves scores in their own units, `unit` is 1; else the products themselves are the
+scores, in units of 1 / scale, and the exponent's one FMA scales them for nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .attention_terms import at_head
+from .softcap import softcap, softcap_slope
+
+ROUNDS: tl.constexpr = tl.constexpr(7)  # of Philox4x32: enough for the statistical tests of its authors
+
+
+@triton.jit
+def unit(scale, terms):
+    """What scores are to be multiplied by, for a head of this scale > 0."""
+    if (terms.softcap is None) and (terms.bias is None) and (terms.slopes is None):
+        return scale
+    else:
+        return 1.0
+
+
+@triton.jit
+def distance(i, j, place):
+    """|i + Sk - Sq - j|, exact in float32 below 2^24."""
+    return tl.abs(i + place.offset - j).to(tl.float32)
+
+
+@triton.jit
+def scores(x, i, j, scale, terms, place):
+    """The scores of queries i and keys j, shaped as their products x, before the mask."""
+    if terms.softcap is not None:
+        x = softcap(x * scale, terms.softcap)
+    elif (terms.bias is not None) or (terms.slopes is not None):
+        x = x * scale
+    if terms.bias is not None:
+        at = i.to(tl.int64) * terms.bias_strides[2] + j.to(tl.int64) * terms.bias_strides[3]
+        inside = (i < place.Sq) & (j < place.Sk)
+        x += tl.load(at_head(terms.bias, terms.bias_strides, place) + at, mask=inside, other=0.0).to(tl.float32)
+    if terms.slopes is not None:
+        slope = tl.load(at_head(terms.slopes, terms.slopes_strides, place)).to(tl.float32)
+        x -= slope * distance(i, j, place)
+    return x
+
+
+@triton.jit
+def through_softcap(ds, x, scale, terms):
+    """The gradient of scores as one of scale * x, for the products x."""
+    if terms.softcap is not None:
+        ds = ds * softcap_slope(x * scale, terms.softcap)
+    return ds
+
+
+@triton.jit
+def _survives(quads, i, terms, place):
+    """(rows of quads, columns of i, 2, 2) and so on: whether each of four words of Philox is at least the threshold."""
+    a, b, c, d = tl.philox(tl.load(terms.seed), quads, i, place.stream, 0, ROUNDS)
+    least = terms.threshold
+    even = tl.join((a >= least).to(tl.int8), (c >= least).to(tl.int8))
+    odd = tl.join((b >= least).to(tl.int8), (d >= least).to(tl.int8))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def kept(rows, column0, terms, place, BLOCK_N: tl.constexpr):
+    """(rows, BLOCK_N): which weights of the keys from column0, a multiple of 4, dropout leaves."""
+    quads = column0 // 4 + tl.arange(0, BLOCK_N // 4)
+    words = _survives(quads[None, :], rows[:, None], terms, place)
+    return tl.reshape(words, (rows.shape[0], BLOCK_N)) != 0
+
+
+@triton.jit
+def kept_by_keys(rows, column0, terms, place, BLOCK_N: tl.constexpr):
+    """`kept`, keys by queries."""
+    quads = column0 // 4 + tl.arange(0, BLOCK_N // 4)
+    words = _survives(quads[:, None], rows[None, :], terms, place)
+    return tl.reshape(tl.permute(words, (0, 2, 3, 1)), (BLOCK_N, rows.shape[0])) != 0

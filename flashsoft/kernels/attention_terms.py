@@ -1,0 +1,86 @@
+"""The terms of attention as kernels see them: pointers and numbers, and where in them a program is.
+
+`Terms` is what a launch was given, the same for all programs. `Place` is one head of one batch entry, or of one packed
+sequence. Every function of scores, masks and dropout takes both, and None in `Terms` leaves its term out of the code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
+
+
+class Terms(NamedTuple):
+    """`flashsoft.terms.Terms`; strides of a broadcast dimension are 0, and without dropout `seed` is None."""
+
+    keep: Any
+    keep_strides: Any
+    bias: Any
+    bias_strides: Any
+    slopes: Any
+    slopes_strides: Any
+    factor: Any
+    query_ids: Any
+    key_ids: Any
+    ids_strides: Any
+    seed: Any
+    scale: Any
+    softcap: Any
+    threshold: Any
+    dropout_scale: Any
+    lo: Any
+    hi: Any
+
+
+class Place(NamedTuple):
+    """Head h of batch entry b, with Sq queries and Sk keys in use.
+
+    offset: of the diagonal that ends in the last query and key. shift: what the band's limits are moved by.
+    stream: the number of this head among all.
+    """
+
+    b: Any
+    h: Any
+    stream: Any
+    Sq: Any
+    Sk: Any
+    offset: Any
+    shift: Any
+
+
+@triton.jit
+def place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT: tl.constexpr):
+    """Head h of batch entry, or packed sequence, b."""
+    if cu_q is not None:
+        Sq = tl.load(cu_q + b + 1) - tl.load(cu_q + b)
+        Sk = tl.load(cu_k + b + 1) - tl.load(cu_k + b)
+    offset = Sk - Sq
+    shift = offset if LOWER_RIGHT else 0
+    if lengths is not None:
+        Sk = tl.minimum(Sk, tl.maximum(tl.load(lengths + b).to(tl.int32), 0))
+    return Place(b, h, b * Hq + h, Sq, Sk, offset, shift)
+
+
+@triton.jit
+def at_head(pointer, strides, place):
+    """The part of a tensor (B, H, ...) that belongs to a place."""
+    return pointer + place.b.to(tl.int64) * strides[0] + place.h.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def signed_scale(terms, place):
+    """The scale of a head: a number, times an entry of a tensor if there is one."""
+    if terms.factor is None:
+        return terms.scale
+    else:
+        return terms.scale * tl.load(terms.factor + place.h).to(tl.float32)
+
+
+@triton.jit
+def positive_scale(terms, place):
+    """|scale|; the smallest normal number stands for 0, since 0 * -inf of a masked score is NaN."""
+    return tl.maximum(tl.abs(signed_scale(terms, place)), TINY)

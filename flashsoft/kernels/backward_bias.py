@@ -1,0 +1,148 @@
+"""The gradient of a bias, summed over what it is broadcast to, without atomics.
+
+One program owns a tile of the bias and computes ds of every tile of scores that reads it: over batch entries, heads,
+queries, keys, wherever the bias has one entry for all. Two products a tile, 4 * BLOCK_M * BLOCK_N * D flops. Where that
+leaves few programs the tiles are dealt to several shares, which are added afterwards in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..tuning.attention import BIAS_PROGRAMS, TileConfig, columns
+from .attention_launch import Numbers, arguments
+from .attention_scores import kept, scores, unit
+from .attention_terms import Terms, place_of, positive_scale, signed_scale
+from .backward_rows import statistics_at
+from .heads import head_of, load_tile, only, plain_dot, score_dot, signed
+from .launch import Launch, Tensors, launch
+from .masking import seen, visible
+from .softmax import weights
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "threshold", "padded", "batch", "share"])
+def attention_backward_bias_kernel(
+    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    delta, norm, dbias,
+    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BATCH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one share of dbias, float32 (shares, *sizes); `sizes` are those of the bias.
+
+    BATCH, HEADS, ROWS, COLUMNS: which dimensions of the scores the bias has; `share`: tiles of scores of a program.
+    """
+    terms = Terms(
+        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        scale, softcap, threshold, dropout_scale, lo, hi,
+    )  # fmt: skip
+    row_tiles = tl.cdiv(Sq, BLOCK_M)
+    column_tiles = tl.cdiv(Sk, BLOCK_N)
+    own_rows = row_tiles if ROWS else 1
+    own_columns = column_tiles if COLUMNS else 1
+    pid = tl.program_id(0)
+    own_column = pid % own_columns
+    own_row = pid // own_columns % own_rows
+    own_h = pid // own_columns // own_rows % sizes[1]
+    own_b = pid // own_columns // own_rows // sizes[1] % sizes[0]
+    part = pid // own_columns // own_rows // sizes[1] // sizes[0]
+    loop_columns = 1 if COLUMNS else column_tiles
+    loop_rows = 1 if ROWS else row_tiles
+    loop_heads = 1 if HEADS else Hq
+    total = loop_columns * loop_rows * loop_heads * (1 if BATCH else batch)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for n in range(part * share, tl.minimum(part * share + share, total)):
+        row0 = (own_row if ROWS else n // loop_columns % loop_rows) * BLOCK_M
+        column0 = (own_column if COLUMNS else n % loop_columns) * BLOCK_N
+        h = own_h if HEADS else n // loop_columns // loop_rows % loop_heads
+        b = own_b if BATCH else n // loop_columns // loop_rows // loop_heads
+        place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, False)
+        met = column0 < place.Sk
+        last = tl.minimum(row0 + BLOCK_M, Sq) - 1
+        if lo is not None:
+            met = met & (tl.minimum(column0 + BLOCK_N, Sk) - 1 >= row0 + lo)
+        if hi is not None:
+            met = met & (column0 <= last + hi)
+        if met:
+            rows = row0 + tl.arange(0, BLOCK_M)
+            j = column0 + tl.arange(0, BLOCK_N)
+            loadable = seen(j, row0, last, terms, place)
+            there = rows < Sq
+            q = load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D)
+            k = load_tile(head_of(key, k_strides, b, h // group, cu_k), j, loadable, D, BLOCK_D)
+            taken = visible(rows[:, None], j[None, :], terms, place)
+            if (terms.keep is not None) or (terms.query_ids is not None):
+                k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
+            x = score_dot(signed(q, signed_scale(terms, place)), k, PRECISION)
+            size = positive_scale(terms, place)
+            x = scores(x, rows[:, None], j[None, :], size, terms, place)
+            x = tl.where(taken, x, float("-inf"))
+            p = weights(x, tl.load(statistics_at(settled, place, padded, cu_q) + rows)[:, None], unit(size, terms))
+            if norm is not None:
+                p *= tl.load(statistics_at(norm, place, padded, cu_q) + rows)[:, None]
+            do = load_tile(head_of(dout, dout_strides, b, h, cu_q), rows, there, DV, BLOCK_DV)
+            v = load_tile(head_of(value, v_strides, b, h // group, cu_k), j, loadable, DV, BLOCK_DV)
+            if (terms.keep is not None) or (terms.query_ids is not None):
+                v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
+            dp = plain_dot(do, v, PRECISION)
+            if terms.seed is not None:
+                dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)
+            ds = p * (dp - tl.load(statistics_at(delta, place, padded, cu_q) + rows)[:, None])
+            sums += tl.where(taken, ds, 0.0)
+    out = dbias + (part * sizes[0] * sizes[1] + own_b * sizes[1] + own_h).to(tl.int64) * sizes[2] * sizes[3]
+    i = own_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = own_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ROWS and COLUMNS:
+        at = i.to(tl.int64)[:, None] * sizes[3] + j[None, :]
+        tl.store(out + at, sums, mask=(i < Sq)[:, None] & (j < Sk)[None, :])
+    elif ROWS:
+        tl.store(out + i, tl.sum(sums, 1), mask=i < Sq)
+    elif COLUMNS:
+        tl.store(out + j, tl.sum(sums, 0), mask=j < Sk)
+    else:
+        tl.store(out, tl.sum(tl.sum(sums, 1), 0))
+
+
+def _plan(
+    inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int, shares: int, share: int
+) -> Launch:
+    *given, dout, _, _, _ = inputs
+    query, _, value, _, bias = given[:5]
+    B, Hq, Sq, D = query.shape  # type: ignore[union-attr]
+    Sk, DV = numbers.longest_k, value.shape[3]  # type: ignore[union-attr]
+    sizes = tuple(bias.shape)  # type: ignore[union-attr]
+    has = [size == full for size, full in zip(sizes, (B, Hq, Sq, Sk), strict=True)]
+    programs = shares * sizes[0] * sizes[1]
+    programs *= triton.cdiv(sizes[2], tile.block_m) * triton.cdiv(sizes[3], tile.block_n)
+    options = dict(
+        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        PRECISION=numbers.precision, BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], num_warps=tile.num_warps,
+    )  # fmt: skip
+    args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
+    return Launch(attention_backward_bias_kernel, programs, args, options)
+
+
+def bias_gradient(inputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Tensor:
+    """dbias, shaped as the bias, for the terms, dout and the statistics of rows and their norm."""
+    query, bias = inputs[0], inputs[4]
+    B, Hq, Sq, _ = query.shape  # type: ignore[union-attr]
+    sizes = bias.shape  # type: ignore[union-attr]
+    grid = [(B, 1), (Hq, 1), (Sq, tile.block_m), (numbers.longest_k, tile.block_n)]
+    tiles = [triton.cdiv(full, block) for full, block in grid]
+    own = [triton.cdiv(size, block) for size, (_, block) in zip(sizes, grid, strict=True)]
+    loops = 1
+    programs = 1
+    for all_tiles, own_tiles in zip(tiles, own, strict=True):
+        programs *= own_tiles
+        loops *= all_tiles // own_tiles
+    share = triton.cdiv(loops, min(loops, triton.cdiv(BIAS_PROGRAMS, programs)))
+    shares = triton.cdiv(loops, share)
+    dbias = torch.empty((shares, *sizes), dtype=torch.float32, device=bias.device)  # type: ignore[union-attr]
+    launch(_plan, inputs, (dbias,), numbers, tile, padded, shares, share)
+    whole = dbias[0] if shares == 1 else dbias.sum(0)
+    return torch.empty_like(bias).copy_(whole)  # type: ignore[arg-type]

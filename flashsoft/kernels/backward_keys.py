@@ -1,0 +1,172 @@
+"""dk and dv of attention.
+
+One program owns BLOCK_N keys of one key head and walks over the queries that see them, those of all query heads of its
+group, so that nothing is left to add up afterwards; 8 * BLOCK_M * BLOCK_N * D flops a tile. Scores lie keys by queries:
+
+    dv = p^T @ dout        dk = scale * ds^T @ q
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..tuning.attention import TileConfig, columns
+from .attention_launch import Numbers, arguments, heads
+from .attention_scores import kept_by_keys, scores, through_softcap, unit
+from .attention_terms import Terms, place_of, positive_scale, signed_scale
+from .backward_rows import statistics_at
+from .heads import dot_add, head_of, load_tile, only, plain_dot, scaled, score_dot, signed, store_tile, zeros
+from .launch import Launch, Tensors
+from .masking import runs, seeing, visible
+from .softmax import weights
+
+
+@triton.jit
+def _gather(
+    dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end, scale, ds_scale, terms, place,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Adds the query tiles of [start, end) of one head to dk and dv of a key tile."""
+    BLOCK_N: tl.constexpr = k[0].shape[0]
+    for row0 in tl.range(start, end, BLOCK_M, num_stages=STAGES):
+        rows = row0 + tl.arange(0, BLOCK_M)
+        j = column0 + tl.arange(0, BLOCK_N)
+        # queries beyond Sq load as zeros with no weight, so that a last tile needs no mask of its scores
+        loadable = rows < place.Sq
+        if EDGE:
+            loadable = seeing(rows, column0, tl.minimum(column0 + BLOCK_N, place.Sk) - 1, terms, place)
+        q = load_tile(q_head, rows, loadable, D, BLOCK_D)
+        do = load_tile(do_head, rows, loadable, DV, BLOCK_DV)
+        # one column, reduced: loaded once and spread through shared memory. Loaded plainly, these go to every thread of
+        # a column of scores by pointers of its own, and the registers for those spill
+        row_lse = tl.max(tl.load(lse_head + rows[:, None]), 1)
+        row_delta = tl.max(tl.load(delta_head + rows[:, None]), 1)
+        if EDGE:
+            taken = visible(rows[None, :], j[:, None], terms, place)
+            if (terms.keep is not None) or (terms.query_ids is not None):
+                some = tl.max(taken.to(tl.int32), 0) > 0
+                q = only(q, some)
+                do = only(do, some)
+        products = score_dot(k, q, PRECISION)
+        x = scores(products, rows[None, :], j[:, None], scale, terms, place)
+        if EDGE:
+            x = tl.where(taken, x, float("-inf"))
+        p = weights(x, row_lse[None, :], unit(scale, terms))
+        if norm_head is not None:
+            p *= tl.max(tl.load(norm_head + rows[:, None]), 1)[None, :]
+        dp = plain_dot(v, do, PRECISION)
+        if terms.seed is None:
+            dv = dot_add(p, do, dv, PRECISION)
+        else:
+            survives = kept_by_keys(rows, column0, terms, place, BLOCK_N)
+            dv = dot_add(tl.where(survives, p * terms.dropout_scale, 0.0), do, dv, PRECISION)
+            dp = tl.where(survives, dp * terms.dropout_scale, 0.0)
+        ds = through_softcap(p * (dp - row_delta[None, :]), products, scale, terms)
+        if EDGE:
+            ds = tl.where(taken, ds, 0.0)
+        if terms.factor is not None:
+            ds *= ds_scale
+        dk = dot_add(ds, q, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
+def attention_backward_keys_kernel(
+    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    delta, norm, table, dk_out, dv_out,
+    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dk_strides, dv_strides, padded,
+    tiles,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
+    terms = Terms(
+        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        scale, softcap, threshold, dropout_scale, lo, hi,
+    )  # fmt: skip
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    column0 = tile * BLOCK_N
+    Hkv = Hq // group
+    b = pid // tiles // Hkv
+    h_kv = pid // tiles % Hkv
+    place = place_of(b, h_kv * group, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
+    length = place.Sq + place.offset
+    if column0 >= length:
+        return
+    j = column0 + tl.arange(0, BLOCK_N)
+    used = j < place.Sk
+    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k), j, used, D, BLOCK_D)
+    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k), j, used, DV, BLOCK_DV)
+    dk = zeros(BLOCK_N, BLOCK_D)
+    dv = zeros(BLOCK_N, BLOCK_DV)
+    # seen from a key the band is turned round
+    back_lo = None
+    back_hi = None
+    if hi is not None:
+        back_lo = -hi
+    if lo is not None:
+        back_hi = -lo
+    last = tl.minimum(column0 + BLOCK_N, place.Sk) - 1
+    queries = tl.where(column0 < place.Sk, place.Sq, 0)
+    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
+    for g in range(group):
+        h = h_kv * group + g
+        place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
+        size = positive_scale(terms, place)
+        head_scale = signed_scale(terms, place)
+        k = signed(plain_k, head_scale)
+        q_head = head_of(query, q_strides, b, h, cu_q)
+        do_head = head_of(dout, dout_strides, b, h, cu_q)
+        lse_head = statistics_at(settled, place, padded, cu_q)
+        delta_head = statistics_at(delta, place, padded, cu_q)
+        norm_head = norm
+        if norm is not None:
+            norm_head = statistics_at(norm, place, padded, cu_q)
+        table_head = table
+        if table is not None:
+            table_head = table + b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
+        start, inside, edge, end = runs(
+            column0, last, queries, back_lo, back_hi, -place.shift, table_head, BLOCK_M, ALL_EDGES=ALL_EDGES,
+            TAIL_IS_EDGE=False,
+        )  # fmt: skip
+        if (back_lo is not None) or (table is not None):
+            dk, dv = _gather(
+                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, inside, size,
+                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+            )  # fmt: skip
+        if not ALL_EDGES:
+            dk, dv = _gather(
+                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, size,
+                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+            )  # fmt: skip
+        if (back_hi is not None) or (keep is not None) or (table is not None):
+            dk, dv = _gather(
+                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, edge, end, size,
+                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+            )  # fmt: skip
+    if factor is None:
+        dk = scaled(dk, scale)
+    there = j < length
+    store_tile(head_of(dk_out, dk_strides, b, h_kv, cu_k), j, there, only(dk, used), D)
+    store_tile(head_of(dv_out, dv_strides, b, h_kv, cu_k), j, there, only(dv, used), DV)
+
+
+def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:
+    """The launch for the terms, dout, the statistics of rows and their norm, and a table of runs."""
+    *given, dout, _, _, _, table = inputs
+    query, key, value = given[:3]
+    tiles = triton.cdiv(numbers.longest_k, tile.block_n)
+    strides = (x.stride() for x in (dout, *outputs))  # type: ignore[union-attr]
+    D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
+    options = dict(
+        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        STAGES=tile.num_stages, PRECISION=numbers.precision, LOWER_RIGHT=numbers.lower_right,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    args = (*arguments(given, table, numbers), *strides, padded, tiles)
+    total = tiles * heads(query, given[11]) // query.shape[1] * key.shape[1]  # type: ignore[arg-type, union-attr]
+    return Launch(attention_backward_keys_kernel, total, args, options)

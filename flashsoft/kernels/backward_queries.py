@@ -1,0 +1,174 @@
+"""dq of attention, and with it the gradients of what is one number a head: ALiBi's slopes and a scale's factor.
+
+One program owns BLOCK_M queries of one head and walks over the keys they see, as the forward does; 6 * BLOCK_M *
+BLOCK_N * D flops a tile. With x the scores, d = |i + Sk - Sq - j| and q @ k^T the products:
+
+    dq = scale * ds @ k        dslope = -sum ds * d        dfactor = scale * sum ds * (q @ k^T) = scale * row(q * (ds @ k))
+
+In float32 the rounding of lse, eps * |lse| of every weight of a row, would be the largest error of the backward. So
+this kernel, which runs first, also sums each row's weights, and all kernels divide by that sum, 1 but for the rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..tuning.attention import TileConfig, columns
+from .attention_launch import Numbers, arguments, heads
+from .attention_scores import distance, kept, scores, through_softcap, unit
+from .attention_terms import Terms, place_of, positive_scale, signed_scale
+from .backward_rows import statistics_at
+from .heads import dot_add, head_of, load_tile, only, plain_dot, row_products, scaled, scaled_rows, score_dot, signed
+from .heads import store_tile, zeros
+from .launch import Launch, Tensors
+from .masking import runs, seen, visible
+from .softmax import weights
+
+
+@triton.jit
+def _gather(
+    dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, start, end, scale, terms, place,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr, SUM_WEIGHTS: tl.constexpr,
+    SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Adds the key tiles of [start, end) to dq of a query tile, their weights to `total`, and ds * d to `slope_sum`."""
+    BLOCK_M: tl.constexpr = q[0].shape[0]
+    for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        rows = row0 + tl.arange(0, BLOCK_M)
+        j = column0 + tl.arange(0, BLOCK_N)
+        loadable = None
+        if EDGE:
+            loadable = seen(j, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
+        k = load_tile(k_head, j, loadable, D, BLOCK_D)
+        v = load_tile(v_head, j, loadable, DV, BLOCK_DV)
+        if EDGE:
+            taken = visible(rows[:, None], j[None, :], terms, place)
+            if (terms.keep is not None) or (terms.query_ids is not None):
+                some = tl.max(taken.to(tl.int32), 0) > 0
+                k = only(k, some)
+                v = only(v, some)
+        products = score_dot(q, k, PRECISION)
+        x = scores(products, rows[:, None], j[None, :], scale, terms, place)
+        if EDGE:
+            x = tl.where(taken, x, float("-inf"))
+        p = weights(x, row_lse[:, None], unit(scale, terms))
+        if SUM_WEIGHTS:
+            total += tl.sum(p, 1)
+        dp = plain_dot(do, v, PRECISION)
+        if terms.seed is not None:
+            dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)
+        ds = p * (dp - row_delta[:, None])
+        if SLOPES:
+            weighted = ds * distance(rows[:, None], j[None, :], place)
+            if EDGE:
+                weighted = tl.where(taken, weighted, 0.0)
+            slope_sum += tl.sum(weighted, 1)
+        ds = through_softcap(ds, products, scale, terms)
+        if EDGE:
+            ds = tl.where(taken, ds, 0.0)
+        dq = dot_add(ds, k, dq, PRECISION)
+    return dq, total, slope_sum
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
+def attention_backward_queries_kernel(
+    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    delta, table, dq_out, norm, dslopes, dfactor,
+    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dq_strides, padded, tiles,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """dq of BLOCK_M queries; unless None, 1 / (the sum of each row's weights) in `norm`, and a program's share of sums.
+
+    `norm` begins as ones, `dslopes` and `dfactor` as zeros.
+    """
+    terms = Terms(
+        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        scale, softcap, threshold, dropout_scale, lo, hi,
+    )  # fmt: skip
+    pid = tl.program_id(0)
+    tile = tiles - 1 - pid % tiles
+    row0 = tile * BLOCK_M
+    place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
+    if row0 >= place.Sq:
+        return
+    b, h = place.b, place.h
+    k_head = head_of(key, k_strides, b, h // group, cu_k)
+    v_head = head_of(value, v_strides, b, h // group, cu_k)
+    rows = row0 + tl.arange(0, BLOCK_M)
+    there = rows < place.Sq
+    head_scale = signed_scale(terms, place)
+    q = signed(load_tile(head_of(query, q_strides, b, h, cu_q), rows, there, D, BLOCK_D), head_scale)
+    do = load_tile(head_of(dout, dout_strides, b, h, cu_q), rows, there, DV, BLOCK_DV)
+    size = positive_scale(terms, place)
+    row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
+    row_delta = tl.load(statistics_at(delta, place, padded, cu_q) + rows)
+    dq = zeros(BLOCK_M, BLOCK_D)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    slope_sum = tl.zeros([BLOCK_M], tl.float32)
+    if (sink is not None) and (norm is not None):
+        total = weights(tl.load(sink + h).to(tl.float32), row_lse)
+    last = tl.minimum(row0 + BLOCK_M, place.Sq) - 1
+    if table is not None:
+        table += b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
+    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
+    start, inside, edge, end = runs(
+        row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, ALL_EDGES=ALL_EDGES, TAIL_IS_EDGE=True
+    )
+    if (lo is not None) or (table is not None):
+        dq, total, slope_sum = _gather(
+            dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, start, inside, size, terms, place,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True, SUM_WEIGHTS=norm is not None,
+            SLOPES=dslopes is not None,
+        )  # fmt: skip
+    if not ALL_EDGES:
+        dq, total, slope_sum = _gather(
+            dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, inside, edge, size, terms, place,
+            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False, SUM_WEIGHTS=norm is not None,
+            SLOPES=dslopes is not None,
+        )  # fmt: skip
+    dq, total, slope_sum = _gather(
+        dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, edge, end, size, terms, place,
+        D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True, SUM_WEIGHTS=norm is not None,
+        SLOPES=dslopes is not None,
+    )  # fmt: skip
+    if norm is not None:
+        row_norm = 1.0 / tl.where(total == 0.0, 1.0, total)
+        tl.store(statistics_at(norm, place, padded, cu_q) + rows, row_norm)
+        dq = scaled_rows(dq, row_norm)
+        slope_sum *= row_norm
+    if dslopes is not None:
+        tl.store(dslopes + pid, -tl.sum(slope_sum, 0))
+    if dfactor is not None:
+        # q was negated with the scale
+        share = tl.sum(tl.where(there, row_products(q, dq), 0.0), 0)
+        tl.store(dfactor + pid, share * tl.where(head_scale < 0.0, -scale, scale))
+    store_tile(head_of(dq_out, dq_strides, b, h, cu_q), rows, there, scaled(dq, head_scale), D)
+
+
+def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:
+    """The launch for the terms, dout and the statistics of rows, and a table of runs."""
+    *given, dout, _, _, table = inputs
+    query, _, value = given[:3]
+    tiles = triton.cdiv(numbers.longest_q, tile.block_m)
+    strides = (dout.stride(), outputs[0].stride())  # type: ignore[union-attr]
+    D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
+    options = dict(
+        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        STAGES=tile.num_stages, PRECISION=numbers.precision, LOWER_RIGHT=numbers.lower_right,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    args = (*arguments(given, table, numbers), *strides, padded, tiles)
+    return Launch(attention_backward_queries_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]
+
+
+def shares(query: Tensor, cu_q: Tensor | None, numbers: Numbers, tile: TileConfig) -> Tensor:
+    """Zeros (B or sequences, Hq, tiles), for one number a program."""
+    Hq = query.shape[1]
+    tiles = triton.cdiv(numbers.longest_q, tile.block_m)
+    return query.new_zeros((heads(query, cu_q) // Hq, Hq, tiles), dtype=torch.float32)

@@ -1,0 +1,102 @@
+"""Statistics of rows for the backward of attention: what its kernels need of each query besides lse.
+
+They lie in tensors of one row a head, each head's padded to whole tiles; packed sequences lie in theirs one after
+another, each at a multiple of PADDING. Padding is as rows without mass: a settled lse of +inf, by which every weight is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..tuning.attention import PREPARE_ROWS, ROW_PADDING, columns
+from .attention_launch import Numbers, heads
+from .attention_terms import place_of
+from .heads import head_of, load_tile
+from .launch import Launch, Tensors, launch
+from .softmax import settle, weights
+
+PADDING: tl.constexpr = tl.constexpr(ROW_PADDING)
+
+
+@triton.jit
+def statistics_at(pointer, place, padded, cu_q):
+    """Where a head's statistics begin."""
+    if cu_q is None:
+        return pointer + place.stream.to(tl.int64) * padded
+    else:
+        start = (tl.load(cu_q + place.b) + place.b * PADDING) // PADDING * PADDING
+        return pointer + place.h.to(tl.int64) * padded + start
+
+
+@triton.jit(do_not_specialize=["Sq", "Hq", "padded", "tiles"])
+def attention_prepare_kernel(
+    out, dout, dlse, lse, sink, cu_q, settled, delta, dsink, out_strides, dout_strides, dlse_strides, Sq, Hq, padded,
+    tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Per query: the settled lse, and delta = row(out * dout) - dlse. Per program, what its rows give to dsink.
+
+    A sink's weight is p = exp(sink - lse), its value 0, so that its ds is p * (0 - delta).
+    """
+    pid = tl.program_id(0)
+    place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sq, None, cu_q, cu_q, False)
+    rows = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    if pid % tiles * BLOCK_M >= tl.cdiv(place.Sq, PADDING) * PADDING:
+        return
+    there = rows < place.Sq
+    o = load_tile(head_of(out, out_strides, place.b, place.h, cu_q), rows, there, DV, BLOCK_DV)
+    do = load_tile(head_of(dout, dout_strides, place.b, place.h, cu_q), rows, there, DV, BLOCK_DV)
+    row_delta = _row_products(o[0], do[0])
+    if len(o) == 2:
+        row_delta += _row_products(o[1], do[1])
+    start = 0 if cu_q is None else tl.load(cu_q + place.b)
+    if dlse is not None:
+        at = dlse + place.h.to(tl.int64) * dlse_strides[1] + (start + rows).to(tl.int64) * dlse_strides[2]
+        if cu_q is None:
+            at += place.b.to(tl.int64) * dlse_strides[0]
+        row_delta -= tl.load(at, mask=there, other=0.0)
+    line = place.stream if cu_q is None else place.h
+    row_lse = tl.load(lse + line.to(tl.int64) * Sq + start + rows, mask=there, other=float("-inf"))
+    row_lse = settle(row_lse)
+    tl.store(statistics_at(settled, place, padded, cu_q) + rows, row_lse)
+    tl.store(statistics_at(delta, place, padded, cu_q) + rows, row_delta)
+    if dsink is not None:
+        p = weights(tl.load(sink + place.h).to(tl.float32), row_lse)
+        tl.store(dsink + pid, -tl.sum(tl.where(p == 0.0, 0.0, p * row_delta), 0))
+
+
+@triton.jit
+def _row_products(o, do):
+    """row(o * do), where a row that sees nothing, all 0, takes nothing from NaN in its gradient."""
+    return tl.sum(tl.where(o == 0.0, 0.0, o.to(tl.float32) * do.to(tl.float32)), 1)
+
+
+def _plan(inputs: Tensors, outputs: Tensors, padded: int, tiles: int) -> Launch:
+    out, dout, dlse, _, _, cu_q = inputs
+    _, Hq, Sq, Dv = out.shape  # type: ignore[union-attr]
+    strides = [None if x is None else x.stride() for x in (out, dout, dlse)]
+    options = dict(DV=Dv, BLOCK_M=PREPARE_ROWS, BLOCK_DV=columns(Dv), num_warps=4)
+    total = tiles * heads(out, cu_q)  # type: ignore[arg-type]
+    return Launch(attention_prepare_kernel, total, (*strides, Sq, Hq, padded, tiles), options)
+
+
+def prepare(
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    sink: Tensor | None,
+    cu_q: Tensor | None,
+    numbers: Numbers,
+) -> tuple[Tensor, Tensor, int, Tensor | None]:
+    """The settled lse and delta of every query, the length of their rows, and the gradient of a sink given as (Hq,)."""
+    B, Hq, Sq, _ = out.shape
+    sequences = 0 if cu_q is None else cu_q.shape[0] - 1
+    padded = triton.cdiv(Sq + sequences * ROW_PADDING, ROW_PADDING) * ROW_PADDING
+    settled, delta = lse.new_empty(2, B * Hq, padded)
+    tiles = triton.cdiv(numbers.longest_q, ROW_PADDING) * (ROW_PADDING // PREPARE_ROWS)
+    dsink = None if sink is None else lse.new_zeros(sequences or B, Hq, tiles)
+    launch(_plan, (out, dout, dlse, lse, sink, cu_q), (settled, delta, dsink), padded, tiles)
+    return settled, delta, padded, None if dsink is None else dsink.sum((0, 2))

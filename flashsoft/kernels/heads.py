@@ -1,0 +1,195 @@
+"""Tiles of heads: rows of one head of a tensor (B, H, S, D), and their products.
+
+A tile is a tuple of one or two blocks of columns, each a power of two wide, so that a head of 192 is 128 + 64 columns
+and one of 576 is 512 + 64, not 256 and 1,024. What is wide only in one place, the width of a head, is so a tuple
+everywhere: in queries, keys, values, and the sums over them.
+
+Packed sequences, where `starts` is given, lie along the third dimension of a tensor of one batch entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Head(NamedTuple):
+    """The first row of a head, and the strides of its tensor."""
+
+    pointer: Any
+    strides: Any
+
+
+@triton.jit
+def head_of(pointer, strides, b, h, starts):
+    """Head h of batch entry, or packed sequence, b."""
+    if starts is None:
+        return Head(pointer + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1], strides)
+    else:
+        start = tl.load(starts + b).to(tl.int64)
+        return Head(pointer + start * strides[2] + h.to(tl.int64) * strides[1], strides)
+
+
+@triton.jit
+def _block(head, rows, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers (rows, WIDTH) from column FIRST."""
+    columns = (tl.arange(0, WIDTH) + FIRST).to(tl.int64) * head.strides[3]
+    return head.pointer + rows.to(tl.int64)[:, None] * head.strides[2] + columns[None, :]
+
+
+@triton.jit
+def _load_block(head, rows, keep_rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    pointers = _block(head, rows, FIRST, WIDTH)
+    if keep_rows is None and FIRST + WIDTH <= D:
+        return tl.load(pointers)
+    elif FIRST + WIDTH <= D:
+        return tl.load(pointers, mask=keep_rows[:, None], other=0.0)
+    elif keep_rows is None:
+        return tl.load(pointers, mask=(tl.arange(0, WIDTH) + FIRST < D)[None, :], other=0.0)
+    else:
+        inside = keep_rows[:, None] & (tl.arange(0, WIDTH) + FIRST < D)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_tile(head, rows, keep_rows, D: tl.constexpr, BLOCKS: tl.constexpr):
+    """Rows of a head, zero beyond D and where not keep_rows (None: all rows exist)."""
+    first = _load_block(head, rows, keep_rows, 0, BLOCKS[0], D)
+    if len(BLOCKS) == 1:
+        return (first,)
+    else:
+        return (first, _load_block(head, rows, keep_rows, BLOCKS[0], BLOCKS[1], D))
+
+
+@triton.jit
+def _store_block(head, rows, keep_rows, x, FIRST: tl.constexpr, D: tl.constexpr):
+    WIDTH: tl.constexpr = x.shape[1]
+    keep = keep_rows[:, None]
+    if FIRST + WIDTH > D:
+        keep = keep & (tl.arange(0, WIDTH) + FIRST < D)[None, :]
+    tl.store(_block(head, rows, FIRST, WIDTH), x.to(head.pointer.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def store_tile(head, rows, keep_rows, tile, D: tl.constexpr):
+    """Writes a tile's rows where keep_rows, up to column D."""
+    _store_block(head, rows, keep_rows, tile[0], 0, D)
+    if len(tile) == 2:
+        _store_block(head, rows, keep_rows, tile[1], tile[0].shape[1], D)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """A float32 tile."""
+    first = tl.zeros([ROWS, BLOCKS[0]], tl.float32)
+    if len(BLOCKS) == 1:
+        return (first,)
+    else:
+        return (first, tl.zeros([ROWS, BLOCKS[1]], tl.float32))
+
+
+@triton.jit
+def scaled(tile, by):
+    """The tile times a number."""
+    if len(tile) == 1:
+        return (tile[0] * by,)
+    else:
+        return (tile[0] * by, tile[1] * by)
+
+
+@triton.jit
+def scaled_rows(tile, by):
+    """The tile times one number a row."""
+    by = by[:, None]
+    if len(tile) == 1:
+        return (tile[0] * by,)
+    else:
+        return (tile[0] * by, tile[1] * by)
+
+
+@triton.jit
+def only(tile, keep_rows):
+    """The tile with zeros in the other rows: 0 * NaN would be NaN."""
+    if len(tile) == 1:
+        return (tl.where(keep_rows[:, None], tile[0], 0.0),)
+    else:
+        return (tl.where(keep_rows[:, None], tile[0], 0.0), tl.where(keep_rows[:, None], tile[1], 0.0))
+
+
+@triton.jit
+def signed(tile, scale):
+    """The tile, negated if scale < 0: exact, and a maximum of its products stays one for |scale|."""
+    sign = tl.where(scale < 0.0, -1.0, 1.0)
+    if len(tile) == 1:
+        return ((tile[0] * sign).to(tile[0].dtype),)
+    else:
+        return ((tile[0] * sign).to(tile[0].dtype), (tile[1] * sign).to(tile[1].dtype))
+
+
+@triton.jit
+def row_products(a, b):
+    """The sum of a * b (rows,) over both tiles' columns, in float32."""
+    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if len(a) == 2:
+        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    """a @ b.T over one block.
+
+    In float32 one thread adds the products of a score one after the other, and what that rounds off is in every
+    weight: even and odd columns are summed apart. The fma keeps the compiler from chaining the two sums again.
+    """
+    if a.dtype == tl.float32 and a.shape[1] > 16:  # a dot takes 16 columns or more
+        HALF: tl.constexpr = a.shape[1] // 2
+        a_even, a_odd = tl.split(tl.reshape(a, (a.shape[0], HALF, 2)))
+        b_even, b_odd = tl.split(tl.reshape(b, (b.shape[0], HALF, 2)))
+        even = tl.dot(a_even, b_even.T, input_precision=PRECISION)
+        return tl.fma(even, 1.0, tl.dot(a_odd, b_odd.T, input_precision=PRECISION))
+    else:
+        return tl.dot(a, b.T, input_precision=PRECISION)
+
+
+@triton.jit
+def score_dot(a, b, PRECISION: tl.constexpr):
+    """a @ b.T over the width of a head."""
+    x = _dot(a[0], b[0], PRECISION)
+    if len(a) == 2:
+        x = tl.fma(x, 1.0, _dot(a[1], b[1], PRECISION))
+    return x
+
+
+@triton.jit
+def plain_dot(a, b, PRECISION: tl.constexpr):
+    """a @ b.T over the width of a head, for products whose rounding no weight multiplies."""
+    x = tl.dot(a[0], b[0].T, input_precision=PRECISION)
+    if len(a) == 2:
+        x = tl.dot(a[1], b[1].T, x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def _add_block(p, block, acc, PRECISION: tl.constexpr):
+    """acc + p @ block, for a sum over many tiles.
+
+    float32 tiles are multiplied from zero and then added, so that rounding grows with the number of tiles, not of
+    terms, as in a blocked matrix product. The fma keeps the compiler from folding acc into the product again.
+    """
+    if p.dtype == tl.float32:
+        return tl.fma(tl.dot(p, block, input_precision=PRECISION), 1.0, acc)
+    else:
+        return tl.dot(p, block, acc)
+
+
+@triton.jit
+def dot_add(p, tile, acc, PRECISION: tl.constexpr):
+    """acc + p @ tile, p rounded to the tile's dtype."""
+    p = p.to(tile[0].dtype)
+    if len(tile) == 1:
+        return (_add_block(p, tile[0], acc[0], PRECISION),)
+    else:
+        return (_add_block(p, tile[0], acc[0], PRECISION), _add_block(p, tile[1], acc[1], PRECISION))
