@@ -11,7 +11,7 @@ WINDOW = 8
 
 
 def model(attention: str) -> Any:
-    """A tiny Mistral, untrained: grouped heads, and each token sees the last 8. The same weights for every attention."""
+    """A tiny Mistral, untrained: grouped heads, each token sees the last 8. The same weights for every attention."""
     config = MistralConfig(
         vocab_size=96,
         hidden_size=64,

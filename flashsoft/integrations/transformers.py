@@ -19,13 +19,14 @@ from .. import api
 from ..masks import Causal, Mask, MaskLike, Segments, Window
 
 NAME = "online_softmax"
-OLDEST = (5, 23)  # before it, masks of packed sequences were made of other functions
+OLDEST = (5, 4)  # before it, mask functions were given positions as a tensor
 
 
 def register() -> None:
     """Make `attn_implementation="online_softmax"` known to transformers, attention and masks together.
 
-    Models that are not built on transformers' attention interface keep their own attention, whatever they are given.
+    Models that are not built on transformers' attention interface (BLOOM, for one) know only attention of their own,
+    and are refused at their first pass.
 
     Raises:
         ImportError: transformers is not installed, or is older than the interfaces that this needs.

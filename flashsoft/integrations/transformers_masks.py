@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import MODEL_MAPPING
 from transformers import masking_utils as made
 from transformers.utils.import_utils import is_tracing
 
@@ -27,7 +29,11 @@ AND = made.and_masks(made.causal_mask_function).__code__
 WINDOW = made.sliding_window_overlay(1).__code__
 WINDOW_BOTH_SIDES = made.sliding_window_bidirectional_overlay(1).__code__
 PACKED = made.packed_sequence_mask_function(_any).__code__
-REMAPPED = made.remap_positions_for_packed_sequence(made.causal_mask_function, _any).__code__
+REMAPPED = (  # since 5.23
+    made.remap_positions_for_packed_sequence(made.causal_mask_function, _any).__code__
+    if hasattr(made, "remap_positions_for_packed_sequence")
+    else None
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +46,9 @@ class ModelMask(All):
 
     shape: tuple[int, int, int, int]
     ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> ModelMask:
+        return self
 
 
 def online_softmax_mask(
@@ -67,9 +76,14 @@ def online_softmax_mask(
     Returns:
         None where layers know by themselves (all keys, or those up to each query's index), a `ModelMask`, or a boolean
         tensor (B, 1, Sq, Sk).
+
+    Raises:
+        ValueError: for a model whose layers compute attention by themselves, and would take no mask for no causality.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
+    if not is_tracing():
+        _check_that_layers_ask(type(options.get("config")))
     offset = None if isinstance(q_offset, Tensor) or options.get("use_vmap") else q_offset - kv_offset
     parts = None if offset is None else _read(mask_function, q_length, kv_length, offset)
     if parts is not None and offset is not None:
@@ -96,6 +110,15 @@ def online_softmax_mask(
     )
 
 
+@cache
+def _check_that_layers_ask(config: Any) -> None:
+    """That the model of a config calls the attention that is registered; code from elsewhere is not known here."""
+    model = MODEL_MAPPING.get(config, None)
+    for one in model if isinstance(model, tuple | list) else (model,):
+        if one is not None and not one._can_set_attn_implementation():
+            raise ValueError(f"attn_implementation must be another: {one.__name__} only knows attention of its own")
+
+
 def _read(function: MaskFunction, Sq: int, Sk: int, offset: int, *, in_packed: bool = False) -> tuple[Mask, ...] | None:
     """The same as values that all hold, query i standing `offset` keys after key i; None for what cannot be read."""
     align = "lower_right" if offset == Sk - Sq else offset
@@ -118,7 +141,9 @@ def _read(function: MaskFunction, Sq: int, Sk: int, offset: int, *, in_packed: b
         return (Window(inside["sliding_window"], inside["sliding_window"], align),)
     if code is PACKED and offset == 0:
         return (Segments(inside["packed_sequence_mask"]),)
-    if code is REMAPPED and in_packed:  # to positions in the own sequence, which are as far apart as the tokens
+    if (
+        code is not None and code is REMAPPED and in_packed
+    ):  # to positions in the own sequence, which are as far apart as the tokens
         return _read(inside["mask_function"], Sq, Sk, offset)
     return None
 
