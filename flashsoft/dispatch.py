@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +17,44 @@ from . import env
 from .errors import BackendUnavailableError
 from .terms import Terms
 
-# of attention: its name, and what of `Terms` says that a call has it
+
+class Feature(NamedTuple):
+    """Something that calls of attention may have: the fields of `Terms` that say so, and its row in a table."""
+
+    fields: tuple[str, ...]
+    written: str
+    gradients: str = ""
+
+
 FEATURES = {
-    "band": ("lo", "hi"),
-    "boolean mask": ("keep",),
-    "segments": ("query_ids",),
-    "lengths": ("lengths",),
-    "bias": ("bias",),
-    "ALiBi": ("slopes",),
-    "softcap": ("softcap",),
-    "sink": ("sink",),
-    "tensor scale": ("factor",),
-    "dropout": ("seed",),
-    "packed": ("cu_q",),
+    "band": Feature(("lo", "hi"), "`mask=Causal()`, `Window(...)`, either aligned anyhow"),
+    "boolean mask": Feature(("keep",), "`mask=` a tensor that broadcasts, `Padding(keep)`"),
+    "segments": Feature(("query_ids",), "`mask=Segments(ids)`"),
+    "lengths": Feature(("lengths",), "`mask=Padding(lengths)`"),
+    "bias": Feature(("bias",), "`bias=` a tensor that broadcasts", "bias"),
+    "ALiBi": Feature(("slopes",), "`bias=ALiBi(slopes)`, `+` a tensor", "slopes"),
+    "softcap": Feature(("softcap",), "`softcap=50.0`"),
+    "sink": Feature(("sink",), "`sink=` a tensor, a score a head", "sink"),
+    "tensor scale": Feature(("factor",), "`scale=` a tensor, of one entry or one a head", "scale"),
+    "dropout": Feature(("seed",), "`dropout_p=0.1`"),
+    "packed": Feature(("cu_q",), "`attention_varlen(..., cu_seqlens_q, cu_seqlens_k, ...)`"),
 }
+
+
+@dataclass(frozen=True)
+class Support:
+    """What of attention a backend computes: which features, forward and backward, in which dtypes and head sizes."""
+
+    forward: frozenset[str]
+    backward: frozenset[str]
+    dtypes: tuple[torch.dtype, ...]
+    head_dim: int
+    value_dim: int
+
+
+ALL = frozenset(FEATURES)
+TRITON = Support(ALL, ALL, (torch.float32, torch.float16, torch.bfloat16), 576, 512)
+REFERENCE = Support(ALL, ALL, (*TRITON.dtypes, torch.float64), 576, 512)
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,7 @@ class Backend:
     name: str
     module: str
     why_not: Callable[[Problem, Target], str | None]
+    supports: Support
     fallback: bool = False  # on an accelerator it runs only what is asked of it by name
 
     def load(self) -> ModuleType:
@@ -79,11 +105,26 @@ class Explanation:
         return "\n".join(lines + [f"{name} does not: {reason}" for name, reason in self.reasons.items()])
 
 
+def _lacks(supports: Support, problem: Problem) -> str | None:
+    """What of a problem a backend does not compute, on whatever machine."""
+    if problem.dtype not in supports.dtypes:
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in supports.dtypes)
+        return f"it takes {', '.join(names)} and {last}, not {str(problem.dtype).removeprefix('torch.')}"
+    missing = problem.features - supports.forward
+    if missing:
+        return f"it has no {', no '.join(sorted(missing))}"
+    if problem.head_dim > supports.head_dim or problem.value_dim > supports.value_dim:
+        most = f"{supports.head_dim} (of value {supports.value_dim})"
+        return f"it takes head sizes up to {most}, not {problem.head_dim} ({problem.value_dim})"
+    return None
+
+
 def _triton_why_not(problem: Problem, target: Target) -> str | None:
     if not target.has_triton:
         return "triton is not installed (on Windows: pip install triton-windows)"
-    if problem.dtype == torch.float64:
-        return "its kernels accumulate in float32 and take float32, float16 and bfloat16, not float64"
+    lacking = _lacks(TRITON, problem)
+    if lacking is not None:
+        return lacking
     if target.device_type == "cpu" and not target.interpreted:
         return "its kernels need a GPU, the tensors are on the cpu (TRITON_INTERPRET=1 interprets them there, slowly)"
     if target.device_type not in ("cpu", "cuda"):
@@ -94,8 +135,8 @@ def _triton_why_not(problem: Problem, target: Target) -> str | None:
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", ".kernels", _triton_why_not),
-    Backend("reference", ".reference", lambda problem, target: None, fallback=True),
+    Backend("triton", ".kernels", _triton_why_not, TRITON),
+    Backend("reference", ".reference", lambda problem, target: _lacks(REFERENCE, problem), REFERENCE, fallback=True),
 )
 
 
@@ -139,7 +180,7 @@ def features(terms: Terms) -> frozenset[str]:
 @functools.cache
 def _features(given: tuple[bool, ...]) -> frozenset[str]:
     present = {name for name, there in zip(Terms._fields, given, strict=True) if there}
-    return frozenset(name for name, fields in FEATURES.items() if not present.isdisjoint(fields))
+    return frozenset(name for name, feature in FEATURES.items() if present & set(feature.fields))
 
 
 def choose_attention(query: Tensor, value: Tensor, terms: Terms, requested: str | None = None) -> ModuleType:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashsoft
-from flashsoft import Causal, Window
+from flashsoft import ALiBi, Causal, Padding, Window
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -69,10 +69,10 @@ ATTENTION = [
     attention(V, "query", "multiple", "3", "4", key=zeros(2, 3, 7, 8), value=zeros(2, 3, 7, 6)),
     attention(V, "query", "multiple", "8", "4", key=zeros(2, 8, 7, 8), value=zeros(2, 8, 7, 6)),
     attention(V, "query", "multiple", "0", key=zeros(2, 0, 7, 8), value=zeros(2, 0, 7, 6)),
-    attention(V, "query", "1 to 256", "257", query=zeros(2, 4, 5, 257), key=zeros(2, 2, 7, 257)),
-    attention(V, "value", "1 to 256", "512", value=zeros(2, 2, 7, 512)),
-    attention(V, "query", "1 to 256", "0", query=zeros(2, 4, 5, 0), key=zeros(2, 2, 7, 0)),
-    attention(V, "value", "1 to 256", "0", value=zeros(2, 2, 7, 0)),
+    attention(V, "query", "1 to 576", "577", query=zeros(2, 4, 5, 577), key=zeros(2, 2, 7, 577)),
+    attention(V, "value", "1 to 512", "513", value=zeros(2, 2, 7, 513)),
+    attention(V, "query", "1 to 576", "0", query=zeros(2, 4, 5, 0), key=zeros(2, 2, 7, 0)),
+    attention(V, "value", "1 to 512", "0", value=zeros(2, 2, 7, 0)),
     attention(V, "key", "cpu", "query", "meta", key=zeros(2, 2, 7, 8, device="meta")),
     attention(V, "value", "cpu", "query", "meta", value=zeros(2, 2, 7, 6, device="meta")),
     attention(T, "mask", "boolean", "float32", mask=zeros(5, 7)),
@@ -89,7 +89,12 @@ ATTENTION = [
     attention(V, "scale", "finite", "nan", scale=NAN),
     attention(V, "scale", "finite", "inf", scale=INF),
     attention(T, "scale", "number", "str", scale="1"),
-    attention(T, "scale", "number", "Tensor", scale=torch.tensor(1.0)),
+    attention(V, "scale", "(4,)", "(3,)", scale=zeros(3)),
+    attention(V, "scale", "cpu", "meta", scale=zeros(4, device="meta")),
+    attention(V, "sink", "cpu", "meta", sink=zeros(4, device="meta")),
+    attention(V, "bias", "cpu", "meta", bias=zeros(5, 7, device="meta")),
+    attention(V, "ALiBi", "slopes", "cpu", "meta", bias=ALiBi(zeros(4, device="meta"))),
+    attention(V, "Padding", "cpu", "meta", mask=Padding(zeros(2, dtype=torch.int64, device="meta"))),
     attention(V, "backend", "triton", "reference", "cuda", backend="cuda"),
 ]
 
@@ -222,7 +227,9 @@ def test_odd_arguments_are_refused_in_a_sentence() -> None:
         flashsoft.attention(q, q, q, scale=10**400)
     with pytest.raises(ValueError, match="temperature must be finite and > 0"):
         flashsoft.fused_softmax(q, 10**400)
-    with pytest.raises(TypeError, match="mask must be made of Causal, Window and boolean tensors, got Mask"):
+    with pytest.raises(
+        TypeError, match="mask must be made of Causal, Window, Segments, Padding and boolean tensors, got Mask"
+    ):
         flashsoft.attention(q, q, q, mask=flashsoft.masks.Mask())
     with pytest.raises(TypeError, match="x must be a strided tensor"):
         flashsoft.softmax(torch.zeros(3, 3).to_sparse())

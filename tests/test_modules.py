@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flashsoft
-from flashsoft import Causal, FusedAttention, FusedSoftmax, KVCache, LogSoftmax, Softmax, Window
+from flashsoft import ALiBi, Causal, FusedAttention, FusedSoftmax, KVCache, LogSoftmax, Padding, Softmax, Window
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # float32, two ways of adding up at most 64 terms of size 1
 
@@ -220,7 +220,6 @@ def test_from_torch_copies_and_keeps_dtype_and_mask() -> None:
     [
         ({"add_bias_kv": True}, "bias_k"),
         ({"add_zero_attn": True}, "add_zero_attn"),
-        ({"dropout": 0.1}, "dropout=0.1"),
         ({"kdim": 8, "vdim": 12}, "kdim 8, got vdim=12"),
     ],
 )
@@ -229,6 +228,34 @@ def test_from_torch_refuses_what_it_cannot_carry(options: dict[str, object], sai
         FusedAttention.from_torch(nn.MultiheadAttention(16, 2, **options))
     with pytest.raises(TypeError, match=r"nn\.MultiheadAttention, got Linear"):
         FusedAttention.from_torch(nn.Linear(2, 2))
+
+
+def test_softcap_sinks_and_a_bias_are_those_of_the_function() -> None:
+    layer = FusedAttention(16, 2, softcap=2.0, sinks=True, mask=Causal())
+    assert layer.sinks is not None and "sinks" in layer.state_dict()
+    with torch.no_grad():
+        layer.sinks.copy_(torch.tensor([0.3, -1.0]))
+    x, slopes = torch.randn(2, 5, 16), torch.rand(2)
+    mask = Padding(torch.tensor([5, 3]))
+    q, k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    want = flashsoft.attention(
+        q, k, v, mask=Causal() & mask, bias=ALiBi(slopes), softcap=2.0, sink=layer.sinks, dropout_p=0.0
+    )
+    got = layer(x, mask=mask, bias=ALiBi(slopes))
+    torch.testing.assert_close(got, layer.out_proj(want.transpose(1, 2).flatten(2)))
+    got.sum().backward()
+    assert layer.sinks.grad is not None and (layer.sinks.grad != 0).all()
+    assert "softcap=2.0" in repr(layer) and "sinks=True" in repr(layer)
+
+
+def test_dropout_is_applied_while_training() -> None:
+    layer = FusedAttention(16, 2, dropout=0.5)
+    x = torch.randn(2, 5, 16)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+    theirs = torch.nn.MultiheadAttention(16, 2, dropout=0.25, batch_first=True)
+    assert FusedAttention.from_torch(theirs).dropout == 0.25 and "dropout=0.5" in repr(layer)
 
 
 # ---- the KV cache ------------------------------------------------------------------------------------------
@@ -298,8 +325,16 @@ def test_cache_refuses_what_does_not_fit(key: Tensor, value: Tensor, error: type
         ((32, 4, 3), {}, ValueError, "num_heads must be a multiple of num_kv_heads 3, got 4"),
         ((32, 0), {}, ValueError, "num_heads must be >= 1, got 0"),
         ((32.0, 4), {}, TypeError, "embed_dim must be an int, got float"),
-        ((32, 4), {"head_dim": 257}, ValueError, "head_dim must be 1 to 256, got 257"),
-        ((1028, 4), {}, ValueError, "head_dim must be 1 to 256, got 257"),
+        ((32, 4), {"head_dim": 513}, ValueError, "head_dim must be 1 to 512, got 513"),
+        ((2052, 4), {}, ValueError, "head_dim must be 1 to 512, got 513"),
+        ((32, 4), {"dropout": 1.5}, ValueError, "dropout must be 0 to 1, got 1.5"),
+        ((32, 4), {"softcap": 0}, ValueError, "softcap must be finite and > 0, got 0"),
+        (
+            (32, 4),
+            {"mask": Causal() & Padding(torch.tensor([3]))},
+            ValueError,
+            "mask must go to forward if it is of a batch, got Padding",
+        ),
         ((20, 4), {"rotary_base": 10.0}, ValueError, "head_dim must be even with rotary_base, got 5"),
         ((32, 4), {"rotary_base": -1.0}, ValueError, "rotary_base must be finite and > 0, got -1.0"),
         (

@@ -61,6 +61,55 @@ def test_boolean_masks(mask_shape: Shape, device: torch.device) -> None:
     agrees(((3, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8)), device, attn_mask=keep.to(device))
 
 
+@pytest.mark.parametrize("mask_shape", [(5, 7), (3, 1, 5, 7), (1, 4, 1, 7), (3, 4, 5, 7), (7,)], ids=str)
+def test_added_masks_and_their_gradient(mask_shape: Shape, device: torch.device) -> None:
+    bias = torch.randn(mask_shape)
+    bias[torch.rand(mask_shape) > 0.7] = -torch.inf
+    bias[..., 0] = 0.5
+    shapes = ((3, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8))
+    ours = [draw(shape, device) for shape in shapes] + [bias.to(device).requires_grad_()]
+    theirs = [x.detach().cpu().double().requires_grad_() for x in ours]
+    out = flashsoft.scaled_dot_product_attention(*ours)
+    want = F.scaled_dot_product_attention(*theirs)
+    torch.testing.assert_close(out.cpu().double(), want, atol=2e-6, rtol=2e-6)
+    dout = torch.randn(out.shape, device=device)
+    got = torch.autograd.grad(out, ours, dout)
+    for x, y in zip(got, torch.autograd.grad(want, theirs, dout.cpu().double()), strict=True):
+        torch.testing.assert_close(x.cpu().double(), y, atol=1e-5, rtol=1e-5)
+
+
+def test_an_added_mask_of_more_leading_dimensions(device: torch.device) -> None:
+    shapes = ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 8))
+    q, k, v = (draw(shape, device) for shape in shapes)
+    bias = torch.randn(3, 1, 5, 7, device=device).requires_grad_()
+    theirs = [x.detach().cpu().double().requires_grad_() for x in (q, k, v, bias)]
+    out = flashsoft.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+    want = F.scaled_dot_product_attention(*theirs)
+    torch.testing.assert_close(out.cpu().double(), want, atol=2e-6, rtol=2e-6)
+    (got,) = torch.autograd.grad(out.square().sum(), bias)
+    (right,) = torch.autograd.grad(want.square().sum(), theirs[3])
+    torch.testing.assert_close(got.cpu().double(), right, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_of_an_added_mask_that_leaves_nothing_is_zero(device: torch.device) -> None:
+    q, k, v = (draw((1, 1, 3, 8), device) for _ in range(3))
+    bias = torch.zeros(3, 3, device=device)
+    bias[1] = -torch.inf
+    out = flashsoft.scaled_dot_product_attention(q, k, v, bias)
+    assert (out[0, 0, 1] == 0).all() and (out[0, 0, ::2] != 0).all()
+
+
+def test_dropout_always_applies(device: torch.device) -> None:
+    q, k, v = (draw((2, 2, 20, 8), device).detach() for _ in range(3))
+    torch.manual_seed(1)
+    first = flashsoft.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    second = flashsoft.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(flashsoft.scaled_dot_product_attention(q, k, v, dropout_p=0.5), first)
+    assert (flashsoft.scaled_dot_product_attention(q, k, v, dropout_p=1.0) == 0).all()
+
+
 def test_a_mask_without_heads(device: torch.device) -> None:
     keep = torch.ones(5, 7, dtype=torch.bool).tril().to(device)
     agrees(((5, 8), (7, 8), (7, 3)), device, attn_mask=keep)
@@ -88,9 +137,11 @@ def test_a_row_that_sees_nothing_is_zero(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"dropout_p": 0.1}, ValueError, "dropout_p must be 0"),
+        ({"dropout_p": 1.1}, ValueError, "dropout_p must be 0 to 1"),
         ({"attn_mask": torch.ones(3, 3, dtype=torch.bool), "is_causal": True}, ValueError, "attn_mask must be None"),
-        ({"attn_mask": torch.zeros(3, 3)}, TypeError, "attn_mask must be a boolean tensor"),
+        ({"attn_mask": torch.zeros(3, 3, dtype=torch.int64)}, TypeError, "attn_mask must be a boolean tensor"),
+        ({"attn_mask": torch.zeros(3, 3, dtype=torch.float16)}, TypeError, "attn_mask must be a boolean tensor"),
+        ({"attn_mask": torch.zeros(4, 3)}, ValueError, "attn_mask must broadcast"),
         ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, ValueError, "attn_mask must broadcast"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
     ],

@@ -1,8 +1,7 @@
 """Faults that users of this field's packages met, each by its smallest input, B01 to B83.
 
-Named after the ids of the project's list; those of options that are not here yet (cross-entropy, softcap,
-sinks, ALiBi, a bias in attention, dropout, packed sequences, caches) come with them. Expected values are
-float64, bounds tolerances.py's.
+Named after the ids of the project's list; those of what is added to scores are in test_attention_faults.py, those of
+caches come with them. Expected values are float64, bounds tolerances.py's.
 """
 
 from __future__ import annotations

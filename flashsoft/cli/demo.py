@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import api, masks
+from ..alibi import Bias
 from ..cache import KVCache
 from ..modules import FusedAttention
 from . import UsageError, cases, memory, verify
@@ -100,7 +101,7 @@ class GPT(nn.Module):
 class TorchAttention(FusedAttention):
     """The same layer with torch's attention between the projections."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike, bias: Bias = None) -> Tensor:
         return torch_attention(query, key, value)
 
 
@@ -227,9 +228,9 @@ def captured(model: GPT, tokens: Tensor) -> list[cases.Tensors]:
     layers = [block.get_submodule("attention") for block in model.blocks]
 
     def recording(attend: Any) -> Any:
-        def record(query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike) -> Tensor:
+        def record(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
             calls.append({"query": query, "key": key, "value": value})
-            return attend(query, key, value, mask)  # type: ignore[no-any-return]
+            return attend(query, key, value, *options)  # type: ignore[no-any-return]
 
         return record
 

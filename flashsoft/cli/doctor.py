@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__, api, dispatch, env, masks
+from . import support
 
 OPS = ("softmax", "log_softmax", "logsumexp", "fused_softmax", "sample", "cross_entropy", "attention")
 TOLERANCE = 1e-5  # of the tiny float32 runs, whose exact results are of size 1
@@ -21,10 +22,14 @@ TOLERANCE = 1e-5  # of the tiny float32 runs, whose exact results are of size 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--support", action="store_true", help="print which backend computes what of attention")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 if a tiny run failed."""
+    if args.support:
+        print(support.table())
+        return 0
     report = examine()
     print(json.dumps(report, indent=2) if args.json else as_text(report))
     return 0 if all(check["passed"] for check in report["checks"]) else 1

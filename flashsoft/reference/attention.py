@@ -20,14 +20,14 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, terms: Terms) -
     if lse.numel() == 0:
         return out, lse
     if terms.cu_q is None:
-        _forward(query, key, value, terms, out, lse)
+        _forward_of(query, key, value, terms, out, lse)
         return out, lse
     # what lies in no sequence is as a query without keys
     out.zero_()
     lse.fill_(NEG_INF)
     for entry, rows, columns, own in _sequences(terms):
         if rows.stop > rows.start:
-            _forward(
+            _forward_of(
                 query[:, :, rows],
                 key[:, :, columns],
                 value[:, :, columns],
@@ -64,7 +64,7 @@ def attention_backward(
         )
     )
     if terms.cu_q is None and lse.numel():
-        _backward(dout, dlse, query, key, value, out, lse, terms, sums)
+        _backward_of(dout, dlse, query, key, value, out, lse, terms, sums)
     elif lse.numel():
         for entry, rows, columns, own in _sequences(terms):
             whole = Gradients(
@@ -76,7 +76,7 @@ def attention_backward(
                 *sums[5:],
             )
             if rows.stop > rows.start:
-                _backward(
+                _backward_of(
                     dout[:, :, rows],
                     None if dlse is None else dlse[:, :, rows],
                     query[:, :, rows],
@@ -117,7 +117,9 @@ def _sinks(sink: Tensor, B: int, rows: int, Hkv: int, dtype: torch.dtype) -> Ten
     return grouped(sink.to(dtype)[:, None, None].expand(B, -1, rows, 1), Hkv)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, terms: Terms, out: Tensor, lse: Tensor, entry: int = 0) -> None:
+def _forward_of(
+    query: Tensor, key: Tensor, value: Tensor, terms: Terms, out: Tensor, lse: Tensor, entry: int = 0
+) -> None:
     """Of queries that all see the same keys."""
     B, Hq, Sq, _ = query.shape
     Hkv, Sk, Dv = key.shape[1], key.shape[2], value.shape[3]
@@ -142,7 +144,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, terms: Terms, out: Tenso
         lse[:, :, i0:i1] = row_lse.reshape(B, Hq, i1 - i0)
 
 
-def _backward(
+def _backward_of(
     dout: Tensor,
     dlse: Tensor | None,
     query: Tensor,

@@ -1,7 +1,4 @@
-"""The functions of `api` as modules, and multi-head attention built on them.
-
-The state_dict of every module holds parameters only: masks, rotary angles and caches are not part of it.
-"""
+"""Multi-head attention as a module."""
 
 from __future__ import annotations
 
@@ -9,183 +6,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from . import api, checks, masks
-from .cache import KVCache
-
-__all__ = ["FusedAttention", "FusedCrossEntropyLoss", "FusedSoftmax", "KVCache", "LogSoftmax", "Softmax"]
-
-
-class Softmax(nn.Module):
-    """`flashsoft.softmax` along `dim`, as `torch.nn.Softmax`.
-
-    >>> Softmax()(torch.tensor([0.0, 0.0]))
-    tensor([0.5000, 0.5000])
-    """
-
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return api.softmax(x, self.dim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
-
-
-class LogSoftmax(nn.Module):
-    """`flashsoft.log_softmax` along `dim`, as `torch.nn.LogSoftmax`.
-
-    >>> LogSoftmax()(torch.tensor([0.0, 0.0]))
-    tensor([-0.6931, -0.6931])
-    """
-
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return api.log_softmax(x, self.dim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
-
-
-class FusedSoftmax(nn.Module):
-    """`flashsoft.fused_softmax`: softmax(softcap(scale * x) / temperature + bias) over what is kept.
-
-    Args:
-        temperature: a number > 0; an `nn.Parameter` makes it learned, any other tensor moves with the module.
-        top_k: keep the k largest of each row, an integer >= 1, a tensor of integers, or None for all.
-        dim: the dimension that sums to one.
-        top_p, min_p: shares as `fused_softmax` takes them, numbers or tensors.
-        scale, softcap, out_dtype: as there.
-
-    `forward(x, mask=None, bias=None)` takes both as `fused_softmax` does (True = takes part), and raises what
-    it raises.
-
-    >>> FusedSoftmax(top_k=2)(torch.tensor([1.0, 2.0, 2.0]))
-    tensor([0.0000, 0.5000, 0.5000])
-    """
-
-    temperature: float | Tensor
-    top_k: int | Tensor | None
-    top_p: float | Tensor | None
-    min_p: float | Tensor | None
-
-    def __init__(
-        self,
-        temperature: float | Tensor = 1.0,
-        top_k: int | Tensor | None = None,
-        dim: int = -1,
-        *,
-        top_p: float | Tensor | None = None,
-        min_p: float | Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        # the rules for numbers do not depend on x
-        row = torch.empty(1, device="cpu")
-        if not isinstance(temperature, Tensor):
-            checks.temperature(temperature, row, 0)
-        if not isinstance(top_k, Tensor):
-            checks.top_k(top_k, row, 0)
-        if not isinstance(top_p, Tensor):
-            checks.share("top_p", top_p, row, 0, zero=False)
-        if not isinstance(min_p, Tensor):
-            checks.share("min_p", min_p, row, 0, zero=True)
-        checks.output_dtype(out_dtype, "out_dtype")
-        self.scale = None if scale is None else checks.number("scale", scale)
-        self.softcap = None if softcap is None else checks.number("softcap", softcap, positive=True)
-        self.out_dtype = out_dtype
-        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value, persistent=False)
-            else:
-                setattr(self, name, value)
-        self.dim = dim
-
-    def forward(self, x: Tensor, mask: masks.MaskLike = None, bias: Tensor | None = None) -> Tensor:
-        return api.fused_softmax(
-            x,
-            self.temperature,
-            mask,
-            bias,
-            self.top_k,
-            self.dim,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            scale=self.scale,
-            softcap=self.softcap,
-            out_dtype=self.out_dtype,
-        )
-
-    def extra_repr(self) -> str:
-        said: dict[str, object] = {"temperature": self.temperature, "top_k": self.top_k, "dim": self.dim}
-        for name in ("top_p", "min_p", "scale", "softcap", "out_dtype"):
-            if getattr(self, name) is not None:
-                said[name] = getattr(self, name)
-        return ", ".join(
-            f"{name}={tuple(value.shape)}-tensor" if isinstance(value, Tensor) else f"{name}={value}"
-            for name, value in said.items()
-        )
-
-
-class FusedCrossEntropyLoss(nn.Module):
-    """`flashsoft.fused_cross_entropy` with fixed options, as `torch.nn.CrossEntropyLoss`, classes along `dim`.
-
-    Args: as of `fused_cross_entropy`, whose errors for options that are out of range are raised here. `weight` moves
-    with the module; a module with a `group` cannot be copied or pickled.
-
-    >>> loss = FusedCrossEntropyLoss(label_smoothing=0.1)
-    >>> loss(torch.zeros(3, 8), torch.tensor([0, 7, -100]))
-    tensor(2.0794)
-    """
-
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        dim: int = -1,
-        inplace_backward: bool = False,
-        group: torch.distributed.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__()
-        checks.loss_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-        if weight is not None:
-            checks.tensor("weight", weight)
-        self.register_buffer("weight", weight, persistent=False)
-        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self.z_loss, self.softcap, self.dim = z_loss, softcap, dim
-        self.inplace_backward, self.group = inplace_backward, group
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return api.fused_cross_entropy(
-            logits,
-            target,
-            weight=self._buffers["weight"],
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            reduction=self.reduction,
-            dim=self.dim,
-            inplace_backward=self.inplace_backward,
-            group=self.group,
-        )
-
-    def extra_repr(self) -> str:
-        said = [] if self._buffers["weight"] is None else [f"weight={tuple(self.get_buffer('weight').shape)}-tensor"]
-        for name in ("ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "dim", "inplace_backward"):
-            said.append(f"{name}={getattr(self, name)!r}")
-        return ", ".join(said)
+from .. import api, checks, masks
+from ..alibi import Bias
+from ..cache import KVCache
 
 
 class FusedAttention(nn.Module):
@@ -205,6 +28,9 @@ class FusedAttention(nn.Module):
             computed in float32. Positions count from 0 and go on from the cache's length.
         qk_norm: RMSNorm over head_dim on queries and on keys, before the rotary embedding.
         scale: of the scores, 1 / sqrt(head_dim) by default.
+        softcap: a number > 0: scores become softcap * tanh(score / softcap).
+        sinks: a learned score a head beside those of the keys, whose value is 0; the parameter `sinks`, 0 at first.
+        dropout: the probability of leaving a weight out while training.
 
     Raises:
         ValueError: sizes that do not divide or are out of range, an odd head_dim with rotary_base.
@@ -228,6 +54,9 @@ class FusedAttention(nn.Module):
         rotary_base: float | None = None,
         qk_norm: bool = False,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -251,6 +80,9 @@ class FusedAttention(nn.Module):
                 f"context_dim must be None with rotary_base, which is for self-attention, got {context_dim}"
             )
         self.scale = None if scale is None else checks.number("scale", scale)
+        self.softcap = None if softcap is None else checks.number("softcap", softcap, positive=True)
+        self.dropout = checks.dropout_p(dropout, "dropout")
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads, device=device, dtype=dtype)) if sinks else None
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias, device, dtype)
@@ -264,6 +96,9 @@ class FusedAttention(nn.Module):
 
         if mask is not None:
             _mask(mask)
+        for term in masks.terms(mask):
+            if not isinstance(term, masks.Causal | masks.Window | Tensor):
+                raise ValueError(f"mask must go to forward if it is of a batch, got {type(term).__name__}")
         # tensors of the mask are buffers, so that they follow the module to its device
         try:
             keep = masks.resolve(mask, 0, 0).keep
@@ -283,6 +118,7 @@ class FusedAttention(nn.Module):
         context: Tensor | None = None,
         *,
         mask: masks.MaskLike = None,
+        bias: Bias = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attention of x to itself, to `context`, or to itself and what `cache` holds.
@@ -291,6 +127,7 @@ class FusedAttention(nn.Module):
             x: (B, S, embed_dim), in the dtype of the parameters or under autocast.
             context: (B, Sk, context_dim), read by keys and values in place of x.
             mask: joins (`&`) the module's own; a tensor broadcasts to (B, num_heads, S, Sk).
+            bias: added to the scores, as in `flashsoft.attention`: a tensor, or `ALiBi(slopes)`.
             cache: x's keys and values are appended to it and all it holds is attended to (Sk = its length),
                 so that with `Causal()` decoding in steps equals one full pass. It takes no gradient.
 
@@ -330,12 +167,22 @@ class FusedAttention(nn.Module):
         key = rearrange(key, "b s h d -> b h s d").to(value.dtype)
         if cache is not None:
             key, value = cache.append(key, value)
-        out = self.attend(query, key, value, self._joined(mask))
+        out = self.attend(query, key, value, self._joined(mask), bias)
         return self.out_proj(rearrange(out, "b h s d -> b s (h d)"))  # type: ignore[no-any-return]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: masks.MaskLike, bias: Bias = None) -> Tensor:
         """The attention between the projections, on (B, H, S, D); override it to see or to replace it."""
-        return api.attention(query, key, value, mask=mask, scale=self.scale)
+        return api.attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink=self.sinks,
+            dropout_p=self.dropout if self.training else 0,
+        )
 
     def _joined(self, mask: masks.MaskLike) -> masks.MaskLike:
         """The module's mask and the call's."""
@@ -354,7 +201,7 @@ class FusedAttention(nn.Module):
         `module(x, context, context, need_weights=False)[0]`.
 
         Raises:
-            ValueError: bias_k and bias_v, add_zero_attn, dropout, or a vdim other than kdim.
+            ValueError: bias_k and bias_v, add_zero_attn, or a vdim other than kdim.
             TypeError: not an `nn.MultiheadAttention`.
 
         >>> theirs = nn.MultiheadAttention(32, 4, batch_first=True)
@@ -368,8 +215,6 @@ class FusedAttention(nn.Module):
             raise ValueError("module must have no bias_k and bias_v, got add_bias_kv=True")
         if module.add_zero_attn:
             raise ValueError("module must not append a zero key, got add_zero_attn=True")
-        if module.dropout > 0:
-            raise ValueError(f"module must have no dropout, got dropout={module.dropout}")
         if module.kdim != module.vdim:
             raise ValueError(f"module must have vdim equal to kdim {module.kdim}, got vdim={module.vdim}")
         weight, bias = module.out_proj.weight, module.in_proj_bias
@@ -379,6 +224,7 @@ class FusedAttention(nn.Module):
             context_dim=module.kdim,
             bias=bias is not None,
             mask=mask,
+            dropout=module.dropout,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -406,9 +252,13 @@ class FusedAttention(nn.Module):
             said.append(f"mask={self.band}")
         if self._buffers["keep"] is not None:
             said.append(f"mask={tuple(self.get_buffer('keep').shape)}-tensor")
-        for name in ("rotary_base", "scale"):
+        if self.sinks is not None:
+            said.append("sinks=True")
+        for name in ("rotary_base", "scale", "softcap"):
             if getattr(self, name) is not None:
                 said.append(f"{name}={getattr(self, name)}")
+        if self.dropout:
+            said.append(f"dropout={self.dropout}")
         return ", ".join(said)
 
 
