@@ -175,7 +175,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            FusedAttention(16, 2, num_kv_heads=1, mask=Causal() & Window(5), rotary_base=100.0) for _ in range(2)
+            FusedAttention(16, 2, num_kv_heads=1, mask=Causal() & Window(5), rotary_base=100.0, softcap=4.0, sinks=True)
+            for _ in range(2)
         )
 
     def forward(self, x: Tensor) -> Tensor:

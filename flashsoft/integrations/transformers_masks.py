@@ -82,8 +82,9 @@ def online_softmax_mask(
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
-    if not is_tracing():
-        _check_that_layers_ask(type(options.get("config")))
+    config = options.get("config")
+    if config is not None and not is_tracing():
+        _check_that_layers_ask(type(config))
     offset = None if isinstance(q_offset, Tensor) or options.get("use_vmap") else q_offset - kv_offset
     parts = None if offset is None else _read(mask_function, q_length, kv_length, offset)
     if parts is not None and offset is not None:
