@@ -380,6 +380,15 @@ def test_an_empty_static_cache_is_left_to_transformers() -> None:
     assert got is expected is None or torch.equal(got, expected)
 
 
+def test_a_mask_moves_between_devices_as_a_tensor_does() -> None:
+    value = asked(mask_function=packed(windowed), allow_is_causal_skip=False, attention_mask=padding(5, S, of=S))
+    assert [type(part) for part in value.terms] == [Window, Causal, Segments, Padding]
+    moved = value.to("meta", non_blocking=True)
+    assert moved.shape == value.shape and moved.terms[:2] == value.terms[:2]
+    assert moved.terms[2].pair[0].is_meta and moved.terms[3].keys.is_meta
+    assert torch.equal(built(value.to("cpu"), S, S), built(value, S, S))
+
+
 def test_positions_without_sequences_are_not_read() -> None:
     if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         assert isinstance(asked(mask_function=remapped(causal), allow_is_causal_skip=False), Tensor)

@@ -50,6 +50,19 @@ class ModelMask(All):
     def contiguous(self) -> ModelMask:
         return self
 
+    def to(self, *args: Any, **kwargs: Any) -> ModelMask:
+        """On another device, for a model whose layers lie on several."""
+        return ModelMask(tuple(_moved(part, *args, **kwargs) for part in self._parts()), self.shape)
+
+
+def _moved(part: Mask | Tensor, *args: Any, **kwargs: Any) -> Mask | Tensor:
+    if isinstance(part, Segments):
+        query_ids, key_ids = part.pair
+        return Segments((query_ids.to(*args, **kwargs), key_ids.to(*args, **kwargs)))
+    if isinstance(part, Padding):
+        return Padding(part.keys.to(*args, **kwargs))
+    return part
+
 
 def online_softmax_mask(
     batch_size: int,
@@ -82,9 +95,9 @@ def online_softmax_mask(
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
-    config = options.get("config")
-    if config is not None and not is_tracing():
-        _check_that_layers_ask(type(config))
+    if not is_tracing():
+        kind: Any = type(options.get("config"))
+        _check_that_layers_ask(kind)
     offset = None if isinstance(q_offset, Tensor) or options.get("use_vmap") else q_offset - kv_offset
     parts = None if offset is None else _read(mask_function, q_length, kv_length, offset)
     if parts is not None and offset is not None:
