@@ -155,9 +155,8 @@ def _read(function: MaskFunction, Sq: int, Sk: int, offset: int, *, in_packed: b
         return (Window(inside["sliding_window"], inside["sliding_window"], align),)
     if code is PACKED and offset == 0:
         return (Segments(inside["packed_sequence_mask"]),)
-    if (
-        code is not None and code is REMAPPED and in_packed
-    ):  # to positions in the own sequence, which are as far apart as the tokens
+    if in_packed and code is not None and code is REMAPPED:
+        # to positions in the own sequence, which are as far apart as the tokens
         return _read(inside["mask_function"], Sq, Sk, offset)
     return None
 
