@@ -42,13 +42,13 @@ def inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     ],
     ids=["plain", "causal", "band", "terms"],
 )
-def test_each_sequence_alone(options: dict[str, Any], device: torch.device) -> None:
+def test_each_sequence_alone(options: dict[str, Any], backend: str, device: torch.device) -> None:
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
     if "bias" in options:
         options["bias"] = ALiBi(options["bias"].slopes.to(device))
     leaves = inputs(device)
     query, key, value = (x.transpose(1, 2) for x in leaves)
-    options["backend"] = "reference"
+    options["backend"] = backend
     out, lse = flashsoft.attention(query, key, value, return_lse=True, **options)
     assert out.is_nested and out.shape[2] == query.shape[2] and lse.shape[2] == query.shape[2]
     total = torch.zeros((), device=device)

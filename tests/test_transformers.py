@@ -122,6 +122,15 @@ def test_padding(name: str, side: str) -> None:
     same(pair(name), keep.bool(), input_ids=tokens(2, S), attention_mask=keep)
 
 
+def test_the_kernels_say_the_same(backend: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A model with sinks, windows and padding, on each backend."""
+    monkeypatch.setattr(env, "BACKEND", backend)
+    keep = torch.ones(2, S, dtype=torch.long)
+    keep[0, :3] = 0
+    eager, model = (made.to(device) for made in pair("gpt_oss"))
+    same((eager, model), keep.bool(), input_ids=tokens(2, S).to(device), attention_mask=keep.to(device))
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_sequences(name: str) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1]])
