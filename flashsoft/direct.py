@@ -65,14 +65,17 @@ def _unwatched() -> bool:
     )
 
 
-def unobserved(args: tuple[Any, ...]) -> bool:
-    """Whether an operator would only run: no gradient is wanted, and no mode, tracer, profiler or subclass sees it."""
+def unobserved(args: tuple[Any, ...], *, gradient: bool = False) -> bool:
+    """Whether an operator would only run: no mode, tracer, profiler or subclass sees it, and no gradient is wanted.
+
+    Or, with `gradient`, whether at most a gradient is wanted.
+    """
     if not _unwatched():
         return False
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
-            if arg.requires_grad and torch.is_grad_enabled():
+            if not gradient and arg.requires_grad and torch.is_grad_enabled():
                 return False
             # the dispatcher resolves negated views, and has what lies on meta or is a zero without memory: no address
             if arg.is_neg() or not arg.data_ptr():

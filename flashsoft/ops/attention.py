@@ -123,6 +123,6 @@ def _attention_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     return tuple(gradients)
 
 
-differentiate("attention", _save_attention, _attention_gradient)
+differentiate("attention", _save_attention, _attention_gradient, many_arguments=True)
 not_twice("attention", "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)")
 batch_attention()

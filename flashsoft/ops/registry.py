@@ -27,6 +27,7 @@ _transforming = torch._C._are_functorch_transforms_active
 
 _implementations: dict[str, Callable[..., Any]] = {}
 _transformable: dict[str, type[torch.autograd.Function]] = {}
+_eager: dict[str, type[torch.autograd.Function]] = {}
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -44,11 +45,21 @@ def call(name: str, *args: Any) -> Any:
         return getattr(_ops, name)(*args)
     if _transforming():
         return _transformable[name].apply(*args)
-    return _implementations[name](*args) if unobserved(args) else getattr(_ops, name)(*args)
+    if unobserved(args):
+        return _implementations[name](*args)
+    if name in _eager and unobserved(args, gradient=True):
+        return _eager[name].apply(*args)
+    return getattr(_ops, name)(*args)
 
 
-def differentiate(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Its gradient, under autograd and under torch.func."""
+def differentiate(
+    name: str, setup: Callable[..., None], backward: Callable[..., Any], *, many_arguments: bool = False
+) -> None:
+    """Its gradient, under autograd and under torch.func.
+
+    torch.library takes time in the square of the number of arguments to fill in defaults: with `many_arguments`, plain
+    calls go past it, through an autograd.Function of the same gradient.
+    """
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
     rules = {
         "forward": staticmethod(getattr(_ops, name)),
@@ -56,6 +67,9 @@ def differentiate(name: str, setup: Callable[..., None], backward: Callable[...,
         "backward": staticmethod(backward),
     }
     _transformable[name] = type(name, (torch.autograd.Function,), rules)
+    if many_arguments:
+        run = {**rules, "forward": staticmethod(_implementations[name])}
+        _eager[name] = type(name, (torch.autograd.Function,), run)
 
 
 def batch(name: str, rule: Callable[..., Any]) -> None:
