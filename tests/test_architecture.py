@@ -147,8 +147,9 @@ def test_every_softmax_kernel_calls_the_primitive() -> None:
 def test_one_file_registers_and_one_reads_the_environment(path: Path) -> None:
     for node in ast.walk(TREES[path]):
         name = dotted(node) if isinstance(node, ast.Attribute) else ""
-        if relative(path) != "ops/registry.py":
+        if relative(path) not in ("ops/registry.py", "integrations/torch_sdpa.py"):  # the latter: torch's own operators
             assert not name.startswith("torch.library"), f"{relative(path)}:{node.lineno} registers"
+        if relative(path) != "ops/registry.py":
             assert name != "torch.autograd.Function", f"{relative(path)}:{node.lineno} differentiates"
         if relative(path) != "env.py":
             assert name not in ("os.environ", "os.getenv", "os.putenv"), f"{relative(path)}:{node.lineno}"

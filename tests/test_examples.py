@@ -20,6 +20,7 @@ SAYS = {
     "06_generate": "cache has room for 200 tokens",
     "07_seven_steps": "7 exchanged       1.00 N  1.00 N  100%",
     "08_train_without_logits": "the same loss, and the same 11 gradients",
+    "09_transformers": "the same tokens as with sdpa",
 }
 
 
@@ -31,6 +32,8 @@ def test_examples_are_numbered_and_short() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path) -> None:
+    if path.stem == "09_transformers":
+        pytest.importorskip("transformers")  # which .ci/run sees to
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(path.parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))

@@ -13,6 +13,7 @@ from ..masks import MaskLike
 from ..reference import softmax as law
 from ..terms import Terms
 from .autocast import autocast
+from .jagged import attention_jagged
 from .terms import terms_of
 
 # dropout_p is 0 by default, not 0.0, which torch.compile(dynamic=True) would trace twice
@@ -90,6 +91,9 @@ def attention(
         nothing to attend to gets out 0, lse -inf (the sink, if there is one) and gradients 0. A key that is masked for
         every query never leaks, whatever it holds.
 
+    Nested tensors of torch's jagged layout, (B, H, j, D) each, are packed sequences: mask, bias and errors are then as
+    in `attention_varlen`, and what is returned is jagged.
+
     float32 is computed in full float32 unless torch's matmul precision allows TF32. The same inputs give the same
     bits, forward and backward. Differentiable once.
 
@@ -105,6 +109,11 @@ def attention(
     >>> lse[0, 0]
     tensor([0.0000, 0.6931, 1.0986])
     """
+    if getattr(query, "is_nested", False):
+        return attention_jagged(
+            query, key, value, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink, dropout_p=dropout_p,
+            return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     query, key, value = autocast(query, key, value)
     if bias is not None or softcap is not None or sink is not None or dropout_p != 0.0:
         out, lse = _attention(query, key, value, mask, bias, scale, softcap, sink, dropout_p, backend)

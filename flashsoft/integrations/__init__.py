@@ -1,0 +1,1 @@
+"""Other libraries call flashsoft through these. Each is imported, and then registered, only when asked for."""
