@@ -122,7 +122,8 @@ def _plan(
     programs *= triton.cdiv(sizes[2], tile.block_m) * triton.cdiv(sizes[3], tile.block_n)
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=numbers.precision, NEGATE=numbers.negate, BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], num_warps=tile.num_warps,
+        PRECISION=numbers.precision, NEGATE=numbers.negate, BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3],
+        num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
     return Launch(attention_backward_bias_kernel, programs, args, options)

@@ -66,7 +66,8 @@ def attention_forward_kernel(
     q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
     terms = Terms(
@@ -132,7 +133,7 @@ def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Launch:
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         STAGES=config.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
-        num_warps=config.num_warps,
+        **config.launch_options(),
     )  # fmt: skip
     return Launch(attention_forward_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]
 

@@ -17,12 +17,21 @@ import triton
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Queries (block_m) and keys (block_n) of a tile, warps of a program, stages of the pipeline of loads."""
+    """Queries (block_m) and keys (block_n) of a tile, warps of a program, stages of the pipeline of loads.
+
+    registers: the most a thread may have, where that lets one more program run beside.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
+
+    def launch_options(self) -> dict[str, int]:
+        """What Triton takes beside a kernel's parameters."""
+        options = {"num_warps": self.num_warps}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
 @dataclass(frozen=True)
