@@ -86,6 +86,12 @@ def tables(query: Tensor, key: Tensor, terms: Terms, own: int, step: int, *, by_
     return tile_runs(keep, terms.query_ids, terms.key_ids, Sq, Sk, own, step, by_keys=by_keys)
 
 
+def near(*tensors: Tensor | None) -> bool:
+    """Whether offsets within a head of each of these tensors (B, H, S, D) fit 32 bits, or a tenth of a loop is lost."""
+    given = [(x.shape, x.stride()) for x in tensors if x is not None]
+    return all((shape[2] - 1) * row + (shape[3] - 1) * column < 1 << 31 for shape, (_, _, row, column) in given)
+
+
 def heads(query: Tensor, cu_q: Tensor | None) -> int:
     """Query heads over all batch entries, or packed sequences."""
     return query.shape[1] * (query.shape[0] if cu_q is None else cu_q.shape[0] - 1)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tuning.attention import BIAS_PROGRAMS, TileConfig, columns
-from .attention_launch import Numbers, arguments
+from .attention_launch import Numbers, arguments, near
 from .attention_scores import kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
@@ -30,8 +30,8 @@ def attention_backward_bias_kernel(
     q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, BATCH: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, NEAR: tl.constexpr, BATCH: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one share of dbias, float32 (shares, *sizes); `sizes` are those of the bias.
 
@@ -74,8 +74,8 @@ def attention_backward_bias_kernel(
             r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
             loadable = seen(j, row0, last, terms, place)
             there = rows < Sq
-            q = load_tile(head_of(query, q_strides, b, h, cu_q), row0, there, BLOCK_M, D, BLOCK_D)
-            k = load_tile(head_of(key, k_strides, b, h // group, cu_k), column0, loadable, BLOCK_N, D, BLOCK_D)
+            q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
+            k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
             taken = visible(row0, column0, r, c, terms, place)
             if (terms.keep is not None) or (terms.query_ids is not None):
                 k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
@@ -86,8 +86,10 @@ def attention_backward_bias_kernel(
             p = weights(x, tl.load(statistics_at(settled, place, padded, cu_q) + rows)[:, None], unit(size, terms))
             if norm is not None:
                 p *= tl.load(statistics_at(norm, place, padded, cu_q) + rows)[:, None]
-            do = load_tile(head_of(dout, dout_strides, b, h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
-            v = load_tile(head_of(value, v_strides, b, h // group, cu_k), column0, loadable, BLOCK_N, DV, BLOCK_DV)
+            do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
+            v = load_tile(
+                head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV
+            )
             if (terms.keep is not None) or (terms.query_ids is not None):
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
             dp = plain_dot(do, v, PRECISION)
@@ -122,8 +124,8 @@ def _plan(
     programs *= triton.cdiv(sizes[2], tile.block_m) * triton.cdiv(sizes[3], tile.block_n)
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=numbers.precision, NEGATE=numbers.negate, BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3],
-        num_warps=tile.num_warps,
+        PRECISION=numbers.precision, NEGATE=numbers.negate, NEAR=near(*given[:3], dout),
+        BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
     return Launch(attention_backward_bias_kernel, programs, args, options)

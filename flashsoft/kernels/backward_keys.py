@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..tuning.attention import TileConfig, columns
-from .attention_launch import Numbers, arguments, heads
+from .attention_launch import Numbers, arguments, heads, near
 from .attention_scores import kept_by_keys, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
@@ -24,13 +24,15 @@ from .softmax import weights
 
 @triton.jit
 def _gather(
-    dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end, scale, ds_scale, terms, place,
+    dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end, gap_from, gap, scale, ds_scale,
+    terms, place,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles of [start, end) of one head to dk and dv of a key tile."""
+    """Adds query tiles of one head, taken as the forward takes keys, to dk and dv of a key tile."""
     BLOCK_N: tl.constexpr = k[0].shape[0]
-    for row0 in tl.range(start, end, BLOCK_M, num_stages=STAGES):
+    for position in tl.range(start, end, BLOCK_M, num_stages=STAGES):
+        row0 = position + tl.where(position >= gap_from, gap, 0)
         rows = row0 + tl.arange(0, BLOCK_M)
         r, c = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
         # queries beyond Sq load as zeros with no weight, so that a last tile needs no mask of its scores
@@ -82,7 +84,7 @@ def attention_backward_keys_kernel(
     tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
-    LOWER_RIGHT: tl.constexpr,
+    NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     terms = Terms(
@@ -101,8 +103,8 @@ def attention_backward_keys_kernel(
         return
     j = column0 + tl.arange(0, BLOCK_N)
     used = j < place.Sk
-    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k), column0, used, BLOCK_N, D, BLOCK_D)
-    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k), column0, used, BLOCK_N, DV, BLOCK_DV)
+    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k, NEAR), column0, used, BLOCK_N, D, BLOCK_D)
+    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k, NEAR), column0, used, BLOCK_N, DV, BLOCK_DV)
     dk = zeros(BLOCK_N, BLOCK_D)
     dv = zeros(BLOCK_N, BLOCK_DV)
     # seen from a key the band is turned round
@@ -121,8 +123,8 @@ def attention_backward_keys_kernel(
         size = positive_scale(terms, place)
         head_scale = signed_scale(terms, place)
         k = signed(plain_k, head_scale, NEGATE)
-        q_head = head_of(query, q_strides, b, h, cu_q)
-        do_head = head_of(dout, dout_strides, b, h, cu_q)
+        q_head = head_of(query, q_strides, b, h, cu_q, NEAR)
+        do_head = head_of(dout, dout_strides, b, h, cu_q, NEAR)
         lse_head = statistics_at(settled, place, padded, cu_q)
         delta_head = statistics_at(delta, place, padded, cu_q)
         norm_head = norm
@@ -135,26 +137,26 @@ def attention_backward_keys_kernel(
             column0, last, queries, back_lo, back_hi, -place.shift, table_head, BLOCK_M, ALL_EDGES=ALL_EDGES,
             TAIL_IS_EDGE=False,
         )  # fmt: skip
-        if (back_lo is not None) or (table is not None):
-            dk, dv = _gather(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, inside, size,
-                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
-            )  # fmt: skip
         if not ALL_EDGES:
             dk, dv = _gather(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, size,
+                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, 0, 0, size,
                 head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
             )  # fmt: skip
-        if (back_hi is not None) or (keep is not None) or (table is not None):
+        if (lo is not None) or (hi is not None) or (keep is not None) or (table is not None):
+            gap = edge - inside
+            if (hi is None) and (table is None):
+                start = edge
+                inside = edge
+                gap = 0
             dk, dv = _gather(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, edge, end, size,
-                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end - gap, inside, gap,
+                size, head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
             )  # fmt: skip
     if factor is None:
         dk = scaled(dk, scale)
     there = j < length
-    store_tile(head_of(dk_out, dk_strides, b, h_kv, cu_k), column0, there, only(dk, used), D)
-    store_tile(head_of(dv_out, dv_strides, b, h_kv, cu_k), column0, there, only(dv, used), DV)
+    store_tile(head_of(dk_out, dk_strides, b, h_kv, cu_k, NEAR), column0, there, only(dk, used), D)
+    store_tile(head_of(dv_out, dv_strides, b, h_kv, cu_k, NEAR), column0, there, only(dv, used), DV)
 
 
 def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:
@@ -166,7 +168,8 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
+        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
+        NEAR=near(*given[:3], dout, *outputs), LOWER_RIGHT=numbers.lower_right,
         **tile.launch_options(),
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)
