@@ -72,6 +72,12 @@ def tensors(terms: Terms) -> tuple[Tensor | None, ...]:
     )
 
 
+def masked(terms: Terms) -> bool:
+    """Whether a tile of scores needs more than its products."""
+    given = (terms.keep, terms.bias, terms.query_ids, terms.seed, terms.softcap)
+    return any(term is not None for term in given)
+
+
 def _near(x: Tensor) -> Tensor:
     """A tensor like the scores whose rows lie within 2^31 elements in a tile of 128, which they do but in odd views."""
     return x if all(stride < 1 << 24 for stride in broadcast_strides(x)[2:]) else x.contiguous()

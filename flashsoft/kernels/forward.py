@@ -19,8 +19,8 @@ import triton.language as tl
 
 from ..reference.attention import empty_output
 from ..terms import Terms as Given
-from ..tuning.attention import columns, forward_config
-from .attention_launch import Numbers, arguments, heads, near, numbers, tables, tensors
+from ..tuning.attention import TileConfig, columns, forward_config
+from .attention_launch import Numbers, arguments, heads, masked, near, numbers, tables, tensors
 from .attention_scores import kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
@@ -125,10 +125,9 @@ def attention_forward_kernel(
     tl.store(lse_head + rows, row_lse, mask=there)
 
 
-def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Launch:
+def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, config: TileConfig) -> Launch:
     *given, table = inputs
     query, _, value = given[:3]
-    config = forward_config(query, value.shape[3])  # type: ignore[arg-type, union-attr]
     tiles = triton.cdiv(numbers.longest_q, config.block_m)
     args = (*arguments(given, table, numbers), outputs[0].stride(), tiles)  # type: ignore[union-attr]
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
@@ -152,8 +151,8 @@ def attention_forward(
         out.zero_()
         lse.fill_(float("-inf"))
     if lse.numel() > 0:
-        config = forward_config(query, value.shape[3])
+        config = forward_config(query, value.shape[3], masked(terms))
         table = tables(query, key, terms, config.block_m, config.block_n)
         given = (query, key, value, *tensors(terms), table)
-        launch(_plan, given, (out, lse), numbers(query, key, terms))
+        launch(_plan, given, (out, lse), numbers(query, key, terms), config)
     return out, lse
