@@ -25,9 +25,9 @@ from .softmax import weights
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "threshold", "padded", "batch", "share"])
 def attention_backward_bias_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
     delta, norm, dbias,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, NEAR: tl.constexpr, BATCH: tl.constexpr,
@@ -38,7 +38,7 @@ def attention_backward_bias_kernel(
     BATCH, HEADS, ROWS, COLUMNS: which dimensions of the scores the bias has; `share`: tiles of scores of a program.
     """
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
         scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     row_tiles = tl.cdiv(Sq, BLOCK_M)
@@ -76,8 +76,8 @@ def attention_backward_bias_kernel(
             there = rows < Sq
             q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
             k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
-            taken = visible(row0, column0, r, c, terms, place)
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
+            if (terms.words is not None) or (terms.query_ids is not None):
                 k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
             x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
             size = positive_scale(terms, place)
@@ -90,7 +90,7 @@ def attention_backward_bias_kernel(
             v = load_tile(
                 head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV
             )
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            if (terms.words is not None) or (terms.query_ids is not None):
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
             dp = plain_dot(do, v, PRECISION)
             if terms.seed is not None:

@@ -47,8 +47,10 @@ def _gather(
         row_delta = tl.max(tl.load(delta_head + rows[:, None]), 1)
         if EDGE:
             # NaN in a key that no query sees would pass the weight 0 of padding
-            taken = visible(row0, column0, r, c, terms, place) & (rows < place.Sq)[None, :]
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            taken = (
+                visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=True) & (rows < place.Sq)[None, :]
+            )
+            if (terms.words is not None) or (terms.query_ids is not None):
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 q = only(q, some)
                 do = only(do, some)
@@ -77,9 +79,9 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_keys_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
     delta, norm, table, dk_out, dv_out,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dk_strides, dv_strides, padded,
     tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -88,7 +90,7 @@ def attention_backward_keys_kernel(
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
         scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
@@ -116,7 +118,6 @@ def attention_backward_keys_kernel(
         back_hi = -lo
     last = tl.minimum(column0 + BLOCK_N, place.Sk) - 1
     queries = tl.where(column0 < place.Sk, place.Sq, 0)
-    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
     for g in range(group):
         h = h_kv * group + g
         place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
@@ -134,15 +135,14 @@ def attention_backward_keys_kernel(
         if table is not None:
             table_head = table + b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
         start, inside, edge, end = runs(
-            column0, last, queries, back_lo, back_hi, -place.shift, table_head, BLOCK_M, ALL_EDGES=ALL_EDGES,
+            column0, last, queries, back_lo, back_hi, -place.shift, table_head, BLOCK_M,
             TAIL_IS_EDGE=False,
         )  # fmt: skip
-        if not ALL_EDGES:
-            dk, dv = _gather(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, 0, 0, size,
-                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
-            )  # fmt: skip
-        if (lo is not None) or (hi is not None) or (keep is not None) or (table is not None):
+        dk, dv = _gather(
+            dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, 0, 0, size,
+            head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+        )  # fmt: skip
+        if (lo is not None) or (hi is not None) or (table is not None):
             gap = edge - inside
             if (hi is None) and (table is None):
                 start = edge

@@ -63,8 +63,8 @@ def _gather(
         k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         if EDGE:
-            taken = visible(row0, column0, r, c, terms, place)
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
+            if (terms.words is not None) or (terms.query_ids is not None):
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 k = only(k, some)
                 v = only(v, some)
@@ -93,9 +93,9 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_queries_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
     delta, table, dq_out, norm, dslopes, dfactor,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dq_strides, padded, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
@@ -106,7 +106,7 @@ def attention_backward_queries_kernel(
     `norm` begins as ones, `dslopes` and `dfactor` as zeros.
     """
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
         scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
@@ -135,16 +135,12 @@ def attention_backward_queries_kernel(
     last = tl.minimum(row0 + BLOCK_M, place.Sq) - 1
     if table is not None:
         table += b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
-    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
-    start, inside, edge, end = runs(
-        row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, ALL_EDGES=ALL_EDGES, TAIL_IS_EDGE=True
-    )
-    if not ALL_EDGES:
-        dq, total, slope_sum = _gather(
-            dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, inside, edge, 0, 0, size, terms,
-            place, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False, SUM_WEIGHTS=norm is not None,
-            SLOPES=dslopes is not None,
-        )  # fmt: skip
+    start, inside, edge, end = runs(row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, TAIL_IS_EDGE=True)
+    dq, total, slope_sum = _gather(
+        dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, inside, edge, 0, 0, size, terms, place,
+        D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False, SUM_WEIGHTS=norm is not None,
+        SLOPES=dslopes is not None,
+    )  # fmt: skip
     gap = edge - inside
     if (lo is None) and (table is None):
         start = edge

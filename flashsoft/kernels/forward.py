@@ -20,7 +20,7 @@ import triton.language as tl
 from ..reference.attention import empty_output
 from ..terms import Terms as Given
 from ..tuning.attention import TileConfig, columns, forward_config
-from .attention_launch import Numbers, arguments, heads, masked, near, numbers, tables, tensors
+from .attention_launch import Numbers, arguments, heads, masked, near, numbers, table_of, tensors
 from .attention_scores import kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
@@ -50,9 +50,9 @@ def _attend(
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         x = scores(x, row0, column0, r, c, scale, terms, place)
         if EDGE:
-            taken = visible(row0, column0, r, c, terms, place)
+            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
             x = tl.where(taken, x, float("-inf"))
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            if (terms.words is not None) or (terms.query_ids is not None):
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
         m, s, alpha, p = update_folded(m, s, x, unit(scale, terms))
         if terms.seed is not None:
@@ -63,8 +63,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold"])
 def attention_forward_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, table, out, lse,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, table, out, lse,
+    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
@@ -72,7 +72,7 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
+        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
         scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
@@ -98,15 +98,11 @@ def attention_forward_kernel(
     last = tl.minimum(row0 + BLOCK_M, place.Sq) - 1
     if table is not None:
         table += b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
-    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
-    start, inside, edge, end = runs(
-        row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, ALL_EDGES=ALL_EDGES, TAIL_IS_EDGE=True
-    )
-    if not ALL_EDGES:
-        m, s, acc = _attend(
-            m, s, acc, q, k_head, v_head, row0, inside, edge, 0, 0, size, terms, place,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
-        )  # fmt: skip
+    start, inside, edge, end = runs(row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, TAIL_IS_EDGE=True)
+    m, s, acc = _attend(
+        m, s, acc, q, k_head, v_head, row0, inside, edge, 0, 0, size, terms, place,
+        D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+    )  # fmt: skip
     # both edges in one loop, since states may be merged in any order: two would spill
     gap = edge - inside
     if (lo is None) and (table is None):
@@ -152,7 +148,7 @@ def attention_forward(
         lse.fill_(float("-inf"))
     if lse.numel() > 0:
         config = forward_config(query, value.shape[3], masked(terms))
-        table = tables(query, key, terms, config.block_m, config.block_n)
-        given = (query, key, value, *tensors(terms), table)
-        launch(_plan, given, (out, lse), numbers(query, key, terms), config)
+        given = (query, key, value, *tensors(query, key, terms))
+        table = table_of(given, config.block_m, config.block_n)
+        launch(_plan, (*given, table), (out, lse), numbers(query, key, terms), config)
     return out, lse

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_terms import tile_of
+from .attention_terms import at_head
+from .mask_bits import bits_of
 
 
 @triton.jit
@@ -19,14 +20,11 @@ def _ceil_to(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def runs(
-    first, last, size, lo, hi, shift, table, BLOCK: tl.constexpr, ALL_EDGES: tl.constexpr, TAIL_IS_EDGE: tl.constexpr
-):  # fmt: skip
+def runs(first, last, size, lo, hi, shift, table, BLOCK: tl.constexpr, TAIL_IS_EDGE: tl.constexpr):
     """start, inside, edge, end of the tiles along the other axis that positions first..last can see.
 
     Tiles start at multiples of BLOCK: [start, inside) and [edge, end) are edges, [inside, edge) lies wholly inside
-    the band and, if TAIL_IS_EDGE, below `size`. `table` points to the same four of what else masks, or is None; with
-    ALL_EDGES (a mask without a table) there is no inside.
+    the band and, if TAIL_IS_EDGE, below `size`. `table` points to the same four of what else masks, or is None.
     """
     start = 0
     inside = 0
@@ -43,12 +41,8 @@ def runs(
         inside = tl.maximum(inside, tl.load(table + 1))
         edge = tl.minimum(edge, tl.load(table + 2))
         end = tl.minimum(end, tl.load(table + 3))
-    if ALL_EDGES:
-        inside = start
-        edge = start
-    else:
-        inside = tl.minimum(inside, _ceil_to(end, BLOCK))
-        edge = tl.maximum(edge, inside)
+    inside = tl.minimum(inside, _ceil_to(end, BLOCK))
+    edge = tl.maximum(edge, inside)
     return start, inside, edge, end
 
 
@@ -75,11 +69,13 @@ def seeing(i, j_first, j_last, terms, place):
 
 
 @triton.jit
-def visible(row0, column0, rows, columns, terms, place):
+def visible(
+    row0, column0, rows, columns, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr
+):  # fmt: skip
     """The boolean tile of queries row0 + rows against keys column0 + columns, shaped by how the two broadcast.
 
-    Queries beyond Sq are as others. No expression of rows and columns alone stands here: it would be a tile of
-    registers held through the loop.
+    Queries beyond Sq are as others, but for a boolean tensor. BY_KEYS: its words lie along queries. No expression of
+    rows and columns alone stands here: it would be a tile of registers held through the loop.
     """
     last = place.Sk - 1 - column0
     if terms.hi is not None:
@@ -93,8 +89,11 @@ def visible(row0, column0, rows, columns, terms, place):
         other = terms.key_ids + b * terms.ids_strides[2] + tl.cast(column0 + columns, tl.int64) * terms.ids_strides[3]
         own_id = tl.load(own, mask=rows < place.Sq - row0, other=0)
         inside = inside & (own_id == tl.load(other, mask=columns < place.Sk - column0, other=0))
-    if terms.keep is not None:
-        pointers = tile_of(terms.keep, terms.keep_strides, place, row0, column0, rows, columns)
-        there = (rows < place.Sq - row0) & (columns < place.Sk - column0)
-        inside = inside & (tl.load(pointers, mask=there, other=0) != 0)
+    if terms.words is not None:
+        words = at_head(terms.words, terms.words_strides, place)
+        if BY_KEYS:
+            kept = bits_of(words, terms.words_strides, column0, row0, place.Sk, place.Sq, BLOCK_N, BLOCK_M)
+        else:
+            kept = bits_of(words, terms.words_strides, row0, column0, place.Sq, place.Sk, BLOCK_M, BLOCK_N)
+        inside = inside & kept
     return inside
