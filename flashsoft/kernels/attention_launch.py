@@ -58,14 +58,15 @@ def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
 
 
 def tensors(query: Tensor, key: Tensor, terms: Terms, *, by_keys: bool = False) -> tuple[Tensor | None, ...]:
-    """words (of `keep`), bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
-    words = None
+    """words and seen (of `keep`), bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
+    words = seen = None
     if terms.keep is not None:
-        words = mask_bits(terms.keep, query.shape[2] if by_keys else key.shape[2], by_keys=by_keys)
+        words, seen = mask_bits(terms.keep, query.shape[2] if by_keys else key.shape[2], by_keys=by_keys)
     lines = (terms.sink, terms.factor)
     offsets = (terms.lengths, terms.cu_q, terms.cu_k, terms.seed)
     return (
         words,
+        seen,
         None if terms.bias is None else _close(terms.bias),
         terms.slopes,
         *(None if x is None else x.contiguous() for x in lines),
@@ -88,7 +89,7 @@ def _close(x: Tensor) -> Tensor:
 
 def table_of(given: Tensors, own: int, step: int, *, by_keys: bool = False) -> Tensor | None:
     """The runs of tiles of `own` queries over tiles of `step` keys, or by_keys the other way; see `tile_runs`."""
-    query, key, _, words, _, _, _, _, query_ids, key_ids, *_ = given
+    query, key, _, words, _, _, _, _, _, query_ids, key_ids, *_ = given
     if words is None and query_ids is None:
         return None
     Sq, Sk = query.shape[2], key.shape[2]  # type: ignore[union-attr]
@@ -107,15 +108,15 @@ def heads(query: Tensor, cu_q: Tensor | None) -> int:
 
 
 def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[object, ...]:
-    """The strides of query, key, value, words, bias, slopes, ids and table, and the numbers up to `hi`."""
-    query, key, value, words, bias, slopes, _, _, query_ids, key_ids, *_ = given
+    """The strides of query, key, value, words, seen, bias, slopes, ids and table, and the numbers up to `hi`."""
+    query, key, value, words, seen, bias, slopes, _, _, query_ids, key_ids, *_ = given
     (_, Hq, Sq, _), (_, Hkv, Sk, _) = query.shape, key.shape  # type: ignore[union-attr]
-    strides = [None if x is None else broadcast_strides(x) for x in (words, bias, slopes, table)]
+    strides = [None if x is None else broadcast_strides(x) for x in (words, seen, bias, slopes, table)]
     ids = None
     if query_ids is not None and key_ids is not None:
         ids = (*broadcast_strides(query_ids), *broadcast_strides(key_ids))
     return (
-        *(x.stride() for x in (query, key, value)), *strides[:3], ids, strides[3],  # type: ignore[union-attr]
+        *(x.stride() for x in (query, key, value)), *strides[:4], ids, strides[4],  # type: ignore[union-attr]
         Sq, Sk, Hq, Hq // Hkv, numbers.scale, numbers.softcap, numbers.threshold, numbers.dropout_scale,
         numbers.lo, numbers.hi,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def attention_backward(
     config = backward_config(query, value.shape[3], masked(terms))
     n = numbers(query, key, terms)
     given = (query, key, value, *tensors(query, key, terms))
-    sink, cu_q = given[6], given[11]
+    sink, cu_q = given[7], given[12]
     settled, delta, padded, dsink = prepare(out, dout, dlse, lse, sink if wanted.sink else None, cu_q, n)
     norm = torch.ones_like(settled) if query.dtype == torch.float32 else None  # written by the queries' kernel
     new = torch.empty_like if cu_q is None else torch.zeros_like  # behind the last sequence nothing is written

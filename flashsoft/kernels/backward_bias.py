@@ -19,15 +19,17 @@ from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
 from .heads import head_of, load_tile, only, plain_dot, score_dot, signed
 from .launch import Launch, Tensors, launch
-from .masking import seen, visible
+from .masking import seen_keys, visible
 from .softmax import weights
 
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "threshold", "padded", "batch", "share"])
 def attention_backward_bias_kernel(
-    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    dout, settled,
     delta, norm, dbias,
-    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, NEAR: tl.constexpr, BATCH: tl.constexpr,
@@ -38,8 +40,8 @@ def attention_backward_bias_kernel(
     BATCH, HEADS, ROWS, COLUMNS: which dimensions of the scores the bias has; `share`: tiles of scores of a program.
     """
     terms = Terms(
-        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     row_tiles = tl.cdiv(Sq, BLOCK_M)
     column_tiles = tl.cdiv(Sk, BLOCK_N)
@@ -72,12 +74,12 @@ def attention_backward_bias_kernel(
             rows = row0 + tl.arange(0, BLOCK_M)
             j = column0 + tl.arange(0, BLOCK_N)
             r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-            loadable = seen(j, row0, last, terms, place)
+            loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
             there = rows < Sq
             q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
             k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
-            if (terms.words is not None) or (terms.query_ids is not None):
+            if terms.query_ids is not None:
                 k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
             x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
             size = positive_scale(terms, place)
@@ -90,7 +92,7 @@ def attention_backward_bias_kernel(
             v = load_tile(
                 head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV
             )
-            if (terms.words is not None) or (terms.query_ids is not None):
+            if terms.query_ids is not None:
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
             dp = plain_dot(do, v, PRECISION)
             if terms.seed is not None:
@@ -115,7 +117,7 @@ def _plan(
     inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int, shares: int, share: int
 ) -> Launch:
     *given, dout, _, _, _ = inputs
-    query, _, value, _, bias = given[:5]
+    query, _, value, _, _, bias = given[:6]
     B, Hq, Sq, D = query.shape  # type: ignore[union-attr]
     Sk, DV = numbers.longest_k, value.shape[3]  # type: ignore[union-attr]
     sizes = tuple(bias.shape)  # type: ignore[union-attr]
@@ -133,7 +135,7 @@ def _plan(
 
 def bias_gradient(inputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Tensor:
     """dbias, shaped as the bias, for the terms, dout and the statistics of rows and their norm."""
-    query, bias = inputs[0], inputs[4]
+    query, bias = inputs[0], inputs[5]
     B, Hq, Sq, _ = query.shape  # type: ignore[union-attr]
     sizes = bias.shape  # type: ignore[union-attr]
     grid = [(B, 1), (Hq, 1), (Sq, tile.block_m), (numbers.longest_k, tile.block_n)]

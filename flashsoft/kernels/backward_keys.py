@@ -18,7 +18,7 @@ from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
 from .heads import dot_add, head_of, load_tile, only, plain_dot, scaled, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors
-from .masking import runs, seeing, visible
+from .masking import runs, seeing_queries, visible
 from .softmax import weights
 
 
@@ -38,7 +38,7 @@ def _gather(
         # queries beyond Sq load as zeros with no weight, so that a last tile needs no mask of its scores
         loadable = rows < place.Sq
         if EDGE:
-            loadable = seeing(rows, column0, tl.minimum(column0 + BLOCK_N, place.Sk) - 1, terms, place)
+            loadable = seeing_queries(row0, column0, terms, place, BLOCK_M, BLOCK_N)
         q = load_tile(q_head, row0, loadable, BLOCK_M, D, BLOCK_D)
         do = load_tile(do_head, row0, loadable, BLOCK_M, DV, BLOCK_DV)
         # one column, reduced: loaded once and spread through shared memory. Loaded plainly, these go to every thread of
@@ -50,7 +50,7 @@ def _gather(
             taken = (
                 visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=True) & (rows < place.Sq)[None, :]
             )
-            if (terms.words is not None) or (terms.query_ids is not None):
+            if terms.query_ids is not None:
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 q = only(q, some)
                 do = only(do, some)
@@ -79,9 +79,11 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_keys_kernel(
-    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    dout, settled,
     delta, norm, table, dk_out, dv_out,
-    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dk_strides, dv_strides, padded,
     tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -90,8 +92,8 @@ def attention_backward_keys_kernel(
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     terms = Terms(
-        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -173,5 +175,5 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
         **tile.launch_options(),
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)
-    total = tiles * heads(query, given[11]) // query.shape[1] * key.shape[1]  # type: ignore[arg-type, union-attr]
+    total = tiles * heads(query, given[12]) // query.shape[1] * key.shape[1]  # type: ignore[arg-type, union-attr]
     return Launch(attention_backward_keys_kernel, total, args, options)

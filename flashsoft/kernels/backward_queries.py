@@ -38,7 +38,7 @@ from .heads import (
     zeros,
 )
 from .launch import Launch, Tensors
-from .masking import runs, seen, visible
+from .masking import runs, seen_keys, visible
 from .softmax import weights
 
 
@@ -55,16 +55,15 @@ def _gather(
     for position in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         column0 = position + tl.where(position >= gap_from, gap, 0)
         rows = row0 + tl.arange(0, BLOCK_M)
-        j = column0 + tl.arange(0, BLOCK_N)
         r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
         if EDGE:
-            loadable = seen(j, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
+            loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
         k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         if EDGE:
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
-            if (terms.words is not None) or (terms.query_ids is not None):
+            if terms.query_ids is not None:
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 k = only(k, some)
                 v = only(v, some)
@@ -93,9 +92,11 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_queries_kernel(
-    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    dout, settled,
     delta, table, dq_out, norm, dslopes, dfactor,
-    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dq_strides, padded, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
@@ -106,8 +107,8 @@ def attention_backward_queries_kernel(
     `norm` begins as ones, `dslopes` and `dfactor` as zeros.
     """
     terms = Terms(
-        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     tile = tiles - 1 - pid % tiles
@@ -179,7 +180,7 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
         **tile.launch_options(),
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)
-    return Launch(attention_backward_queries_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]
+    return Launch(attention_backward_queries_kernel, tiles * heads(query, given[12]), args, options)  # type: ignore[arg-type]
 
 
 def shares(query: Tensor, cu_q: Tensor | None, numbers: Numbers, tile: TileConfig) -> Tensor:

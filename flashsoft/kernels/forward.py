@@ -25,7 +25,7 @@ from .attention_scores import kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors, launch
-from .masking import runs, seen, visible
+from .masking import runs, seen_keys, visible
 from .softmax import LN2, LOG2E, finish, start_from, update_folded
 
 
@@ -40,11 +40,10 @@ def _attend(
     for position in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         column0 = position + tl.where(position >= gap_from, gap, 0)
         rows = row0 + tl.arange(0, BLOCK_M)
-        columns = column0 + tl.arange(0, BLOCK_N)
         r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
         if EDGE:
-            loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
+            loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
         k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
         x = score_dot(q, k, PRECISION)
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
@@ -52,7 +51,7 @@ def _attend(
         if EDGE:
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
             x = tl.where(taken, x, float("-inf"))
-            if (terms.words is not None) or (terms.query_ids is not None):
+            if terms.query_ids is not None:
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
         m, s, alpha, p = update_folded(m, s, x, unit(scale, terms))
         if terms.seed is not None:
@@ -63,8 +62,10 @@ def _attend(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold"])
 def attention_forward_kernel(
-    query, key, value, words, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, table, out, lse,
-    q_strides, k_strides, v_strides, words_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    table, out, lse,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
@@ -72,8 +73,8 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
     terms = Terms(
-        words, words_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     # the last rows see most under a causal mask: they start first, and the tiles of a head run side by side
@@ -133,7 +134,7 @@ def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, config: TileConfi
         NEAR=near(*given[:3], outputs[0]), LOWER_RIGHT=numbers.lower_right,
         **config.launch_options(),
     )  # fmt: skip
-    return Launch(attention_forward_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]
+    return Launch(attention_forward_kernel, tiles * heads(query, given[12]), args, options)  # type: ignore[arg-type]
 
 
 def attention_forward(

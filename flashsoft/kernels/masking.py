@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .attention_terms import at_head
-from .mask_bits import bits_of
+from .mask_bits import bits_of, seen_of
 
 
 @triton.jit
@@ -47,24 +47,32 @@ def runs(first, last, size, lo, hi, shift, table, BLOCK: tl.constexpr, TAIL_IS_E
 
 
 @triton.jit
-def seen(j, i_first, i_last, terms, place):
-    """True for the keys j that any of the queries i_first..i_last sees through the band: what a tile may load."""
+def seen_keys(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_N,): which keys a tile of queries may load: those that one of them sees, or of 32 around them."""
+    j = column0 + tl.arange(0, BLOCK_N)
     keep = j < place.Sk
     if terms.lo is not None:
-        keep = keep & (j >= i_first + terms.lo + place.shift)
+        keep = keep & (j >= row0 + terms.lo + place.shift)
     if terms.hi is not None:
-        keep = keep & (j <= i_last + terms.hi + place.shift)
+        keep = keep & (j <= tl.minimum(row0 + BLOCK_M, place.Sq) - 1 + terms.hi + place.shift)
+    if terms.seen is not None:
+        seen = at_head(terms.seen, terms.seen_strides, place)
+        keep = keep & seen_of(seen, terms.seen_strides, row0, column0, place.Sq, place.Sk, BLOCK_M, BLOCK_N)
     return keep
 
 
 @triton.jit
-def seeing(i, j_first, j_last, terms, place):
-    """True for the queries i that see any of the keys j_first..j_last through the band."""
+def seeing_queries(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M,): which queries a tile of keys may load, in the same way."""
+    i = row0 + tl.arange(0, BLOCK_M)
     keep = i < place.Sq
     if terms.hi is not None:
-        keep = keep & (i >= j_first - terms.hi - place.shift)
+        keep = keep & (i >= column0 - terms.hi - place.shift)
     if terms.lo is not None:
-        keep = keep & (i <= j_last - terms.lo - place.shift)
+        keep = keep & (i <= tl.minimum(column0 + BLOCK_N, place.Sk) - 1 - terms.lo - place.shift)
+    if terms.seen is not None:
+        seen = at_head(terms.seen, terms.seen_strides, place)
+        keep = keep & seen_of(seen, terms.seen_strides, column0, row0, place.Sk, place.Sq, BLOCK_N, BLOCK_M)
     return keep
 
 
