@@ -163,7 +163,9 @@ def _recipe(launches: list[Launched], tensors: tuple[Tensor, ...], results: tupl
     alone = makers == [None]
     as_made = returned == list(range(len(made)))
     in_order = len(repeats) == 1 and slots == list(range(len(places)))
-    if len({id(tensor) for tensor in tensors}) < len(tensors) and not in_order:
+    nowhere = len(tensors) if absent else None
+    each_in_turn = [s for s in slots if s != nowhere] == [i for i in range(len(places)) if i != nowhere]
+    if len({id(tensor) for tensor in tensors}) < len(tensors) and not (len(repeats) == 1 and each_in_turn):
         return None  # which of two places one tensor was meant in cannot be told
 
     def anew(tensors: tuple[Tensor, ...], pointers: list[int | None]) -> list[Tensor] | None:

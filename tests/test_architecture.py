@@ -138,7 +138,10 @@ def test_only_the_primitive_takes_exponentials(path: Path) -> None:
 
 
 def test_every_softmax_kernel_calls_the_primitive() -> None:
-    for name in ("forward", "backward", "rows", "logits", "cross_entropy", "cross_entropy_backward", "loss_tiles"):
+    """And of attention's gradients, whose kernels are a file each, every one."""
+    gradients = sorted(path.stem for path in (ROOT / "kernels").glob("backward_*.py"))
+    assert {"backward_rows", "backward_queries", "backward_keys"} <= set(gradients)
+    for name in ("forward", *gradients, "rows", "logits", "cross_entropy", "cross_entropy_backward", "loss_tiles"):
         path = ROOT / "kernels" / f"{name}.py"
         assert "kernels.softmax" in set(imports(path)), f"{name}.py does not use kernels/softmax.py"
 

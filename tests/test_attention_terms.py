@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 NEG_INF = float("-inf")
 BASE = AttentionCase(2, 4, 2, 13, 21, 16, 24)
+FEWER_HEADS = replace(BASE, Hq=2, Hkv=1)
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dslopes", "dsink", "dfactor")
 BIASES: dict[str, Callable[[AttentionCase], tuple[int, ...]]] = {
     "bhqk": lambda c: (c.B, c.Hq, c.Sq, c.Sk),
@@ -291,7 +292,7 @@ def test_a_gradient_alone(wanted: str, outputs: str, backend: str, device: torch
     if outputs == "lse" and wanted == "value":
         return
     options = Options("1hqk", None, "h", True, "h", 3.0, 0.2, frozenset(names - {wanted}))
-    check(replace(BASE, mask="causal"), options, torch.float32, backend, device, outputs=outputs)
+    check(replace(FEWER_HEADS, mask="causal"), options, torch.float32, backend, device, outputs=outputs)
 
 
 def everywhere_masked(leaves: dict[str, Tensor], keep: Tensor | None) -> None:
@@ -312,12 +313,11 @@ def everywhere_masked(leaves: dict[str, Tensor], keep: Tensor | None) -> None:
 @pytest.mark.parametrize(
     "mask", ["causal", "window_upper_5_1", "segments_b", "lengths_b", "dead_rows", "all_of_them_b"]
 )
-@pytest.mark.parametrize("Sq, Sk", [(13, 21), (21, 13)])
-@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("Sq, Sk, sink", [(13, 21, False), (21, 13, False), (21, 13, True)])
 def test_garbage_where_nothing_takes_part(
     mask: str, Sq: int, Sk: int, sink: bool, backend: str, device: torch.device
 ) -> None:
-    case = replace(BASE, Sq=Sq, Sk=Sk, mask=mask)
+    case = replace(FEWER_HEADS, Sq=Sq, Sk=Sk, mask=mask)
     for options in (Options(bias="bhqk", sink=sink), Options("bhqk", None, "h", sink, "h", 2.0, 0.3)):
         check(case, options, torch.float32, backend, device, everywhere_masked)
 

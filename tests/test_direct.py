@@ -309,8 +309,9 @@ ordinary = []
 
 torch.Tensor.get_device = direct._get_device = lambda x: 0
 dispatch.target_of = lambda device: dispatch.Target("cuda", (9, 0), has_triton=True, interpreted=False)
-choose = flashsoft.dispatch.choose
-flashsoft.dispatch.choose = lambda *args: ordinary.append(args) or choose(*args)
+for name in ("choose", "choose_attention"):
+    chosen = getattr(dispatch, name)
+    setattr(dispatch, name, lambda *args, chosen=chosen: ordinary.append(args) or chosen(*args))
 
 x = torch.zeros(8, 1000, dtype=torch.bfloat16)
 q, k = (torch.zeros(1, S, H, 64, dtype=torch.float16).transpose(1, 2) for S, H in ((40, 4), (56, 2)))

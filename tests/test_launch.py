@@ -255,8 +255,7 @@ DRY_RUN = (
     DRY
     + """
 from flashsoft.kernels import backward, forward, launch, logits, logits_backward
-from flashsoft.tuning import attention
-
+from flashsoft.terms import Terms
 
 class Placed(torch.Tensor):
     def get_device(self):
@@ -272,12 +271,15 @@ def same(a, b):
 q, k, v = on(1, 4, 40, 64), on(1, 2, 56, 64), on(1, 2, 56, 64)
 x, wide, rows, bias = on(8, 100), on(2, 40000), on(8, 1, dtype=torch.float32), on(1, 100)
 mask, uniform = on(8, 100, dtype=torch.bool), on(2, 2, dtype=torch.float32)
+lse, heads = on(1, 4, 40, dtype=torch.float32), [on(4, dtype=torch.float32) for _ in range(3)]
+only_qkv = (True,) * 3 + (False,) * 4
+terms = Terms(bias=on(1, 4, 1, 56), slopes=heads[0][None], sink=heads[1], factor=heads[2], softcap=5.0, hi=16)
 for call in (
-    lambda: forward.attention_forward(q, k, v, None, 0.125, None, 16),
-    lambda: forward.attention_forward(q, k, v, on(1, 4, 40, 56, dtype=torch.bool), -1.0, None, None),
-    lambda: backward.attention_backward(
-        q, None, q, k, v, q, on(1, 4, 40, dtype=torch.float32), None, 0.125, -16, 1
-    ),
+    lambda: forward.attention_forward(q, k, v, Terms(scale=0.125, hi=16)),
+    lambda: forward.attention_forward(q, k, v, Terms(keep=on(1, 4, 40, 56, dtype=torch.bool), scale=-1.0)),
+    lambda: forward.attention_forward(q, k, v, terms),
+    lambda: backward.attention_backward(q, None, q, k, v, q, lse, Terms(scale=0.125, lo=-16, hi=1), only_qkv),
+    lambda: backward.attention_backward(q, lse, q, k, v, q, lse, terms, (True,) * 7),
     lambda: logits.fused_softmax_forward(x, x.dtype, 0.7, None, None, None, None, None, None, 50, None, None),
     lambda: logits.fused_softmax_forward(wide, x.dtype, 1.0, None, None, None, None, 1, None, None, None, None),
     lambda: logits.fused_softmax_forward(wide, x.dtype, 1.0, None, None, None, None, 1, None, 50, 0.9, 0.1),

@@ -66,7 +66,7 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
         (dy, None, draw(4, 3, 6), y, 1.0, temperature.detach(), 0.5, 2.0, bias.detach(), True, backend),
     )
 
-    for layout in ("contiguous", "transposed"):
+    for layout, every in (("contiguous", True), ("transposed", False)):
         q, k, v = inputs.attention_inputs(2, 2, 1, 4, 6, 8, 4, device=device, layout=layout)
         keep = torch.rand(2, 1, 1, 6, device=device).expand(2, 2, 4, 6) > 0.3
         few = Terms(keep=keep, scale=0.3, lo=-1, hi=2)
@@ -74,16 +74,13 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
         ids = [torch.randint(2, (1, S), device=device) for S in (4, 6)]
         seed, lengths = torch.tensor([5], device=device), torch.tensor([6, 2], device=device)
         many = Terms(None, leaf(draw(1, 2, 1, 6)), slopes, sink, factor, *ids, lengths, None, None, seed, 1.0, 2.0, 0.3)
-        for terms in (Terms(scale=0.3), few, many):
+        for terms in (Terms(scale=0.3), few, many) if every else (few,):
             yield "attention", (q, k, v, *terms, backend)
         qkv = [t.detach() for t in (q, k, v)]
-        for terms, needs in (
-            (few, (True,) * 3 + (False,) * 4),
-            (many, (True,) * 7),
-            (many, (False, True) * 3 + (False,)),
-        ):
+        some = (few, (True,) * 3 + (False,) * 4), (many, (False, True) * 3 + (False,))
+        for terms, needs in (*some, (many, (True,) * 7)) if every else some:
             terms = Terms(*(t.detach() if isinstance(t, Tensor) else t for t in terms))
-            out, lse = _ops.attention(*qkv, *terms, backend)
+            out, lse = _ops.attention(*qkv, *terms, "reference")  # its results are those of any backend
             dout, dlse = torch.randn_like(out), None if needs[0] else torch.randn_like(lse)
             yield "attention_backward", (dout, dlse, *qkv, out, lse, *terms, *needs, backend)
     ends = [torch.tensor(e, device=device, dtype=torch.int32) for e in ((0, 2, 2, 4), (0, 3, 5, 6))]
@@ -95,7 +92,7 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     weight, scalar = draw(7).abs(), draw(1).squeeze()
     yield "cross_entropy_state", (x, target, None, 0, -100, False, None, backend)
     yield "cross_entropy_state", (x, target, weight, 7, -100, True, 5.0, backend)
-    states = _ops.cross_entropy_state(x, target, weight, 0, -100, True, None, backend)
+    states = _ops.cross_entropy_state(x, target, weight, 0, -100, True, None, "reference")
     states = torch.stack([states, states], -1)
     yield "cross_entropy", (leaf(x), target, None, None, 0, 7, -100, 0.0, 0.0, None, backend)
     yield "cross_entropy", (leaf(x), target, weight, states, 0, 14, -100, 0.1, 1e-3, 5.0, backend)
@@ -120,7 +117,7 @@ def operator_calls(device: torch.device, backend: str) -> Iterator[tuple[str, tu
     )
 
 
-CALLS = 40
+CALLS = 37
 
 
 def test_the_table_below_holds_every_operator(device: torch.device) -> None:
@@ -256,7 +253,7 @@ def test_compiled_in_one_graph(
     run = make(backend)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend=counter)
-    for length in (5, 9, 17) if dynamic else (5,):
+    for length in (5, 9) if dynamic else (5,):
         same_under_compile(run, compiled, args(length, device))
     assert counter.frame_count == 1  # no length compiles again
 
@@ -328,33 +325,39 @@ def test_vmap_of_attention_with_a_mask_made_inside(backend: str, device: torch.d
 
 def test_vmap_of_attention_with_terms(backend: str, device: torch.device) -> None:
     """Folded where that is the same, entry by entry where it is not; gradients of what is shared and what is not."""
-    V, B, H, S = 3, 2, 2, 5
+    V, B, H, S = 2, 2, 2, 5
     q, k, v = (leaf(inputs.draw(V, B, H, S, 8, device=device)) for _ in range(3))
     shared_bias, own_bias = (
         leaf(inputs.draw(1, H, 1, S, device=device)),
         leaf(inputs.draw(V, B, 1, S, S, device=device)),
     )
     sink, slopes = leaf(inputs.draw(V, H, device=device)), leaf(torch.rand(H, device=device))
-    lengths = torch.tensor([[5, 2], [0, 3], [4, 4]], device=device)
+    lengths = torch.tensor([[5, 2], [0, 3]], device=device)
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor | None, lengths: Tensor) -> Tensor:
         mask = Causal() & flashsoft.Padding(lengths)
         return flashsoft.attention(q, k, v, mask=mask, bias=ALiBi(slopes) + bias, sink=sink, backend=backend)
 
-    for bias, bias_dim in ((shared_bias, None), (own_bias, 0)):
-        for given, sink_dim in ((None, None), (sink, 0), (sink[0], None)):
-            dims = (0, 0, 0, bias_dim, sink_dim, 0)
-            got = torch.vmap(run, in_dims=dims)(q, k, v, bias, given, lengths)
-            alone = [
-                [t if dim is None else t[i] for t, dim in zip((q, k, v, bias, given, lengths), dims, strict=True)]
-                for i in range(V)
-            ]
-            want = torch.stack([run(*args) for args in alone])
-            torch.testing.assert_close(got, want)
-            leaves = [t for t in (q, k, v, bias, slopes, *(() if given is None else (sink,)))]
-            dout = torch.randn_like(got)
-            for a, b in zip(*(torch.autograd.grad(t, leaves, dout) for t in (got, want)), strict=True):
-                torch.testing.assert_close(a, b)
+    ways = [
+        (*bias, *given)
+        for bias in ((shared_bias, None), (own_bias, 0))
+        for given in ((None, None), (sink, 0), (sink[0], None))
+    ]
+    if backend == "triton" and device.type == "cpu":  # interpreted: each bias and each sink once
+        ways = [ways[0], ways[4], ways[2]]
+    for bias, bias_dim, given, sink_dim in ways:
+        dims = (0, 0, 0, bias_dim, sink_dim, 0)
+        got = torch.vmap(run, in_dims=dims)(q, k, v, bias, given, lengths)
+        alone = [
+            [t if dim is None else t[i] for t, dim in zip((q, k, v, bias, given, lengths), dims, strict=True)]
+            for i in range(V)
+        ]
+        want = torch.stack([run(*args) for args in alone])
+        torch.testing.assert_close(got, want)
+        leaves = [t for t in (q, k, v, bias, slopes, *(() if given is None else (sink,)))]
+        dout = torch.randn_like(got)
+        for a, b in zip(*(torch.autograd.grad(t, leaves, dout) for t in (got, want)), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_vmap_of_packed_sequences_and_of_dropout(backend: str, device: torch.device) -> None:

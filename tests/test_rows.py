@@ -199,7 +199,7 @@ def not_finite(n: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("n", [3, 64, 1000, 1500])
+@pytest.mark.parametrize("n", [3, 64, 1000, 1100])
 @pytest.mark.parametrize("op", OPS)
 def test_not_finite(op: str, n: int, backend: str, device: torch.device) -> None:
     for dtype in HALF_AND_SINGLE:
@@ -282,10 +282,10 @@ def test_output_dtype(op: str, backend: str, device: torch.device, poisoned: Non
 def test_bits_do_not_depend_on_batch_mates(op: str, n: int, backend: str, device: torch.device) -> None:
     if backend == "reference":
         pytest.skip("torch's own sums are cut by the number of rows")
-    x = draw(11, n, device=device, std=2.0)
+    x = draw(6, n, device=device, std=2.0)
     dy = draw(*x.shape[: 1 if op == "logsumexp" else 2], device=device)
     y, dx = gradient(lambda t: ours(op, t, -1, backend), x, dy)
-    for i in (0, 5, 10):
+    for i in (0, 3, 5):
         alone, dx_alone = gradient(lambda t: ours(op, t, -1, backend), x[i : i + 1], dy[i : i + 1])
         assert torch.equal(alone[0], y[i]) and torch.equal(dx_alone[0], dx[i])
     again, dx_again = gradient(lambda t: ours(op, t, -1, backend), x, dy)
@@ -399,8 +399,12 @@ def test_not_finite_parts(op: str, forced: RowConfig, device: torch.device) -> N
     test_not_finite(op, 140, "triton", device)
 
 
-@pytest.mark.parametrize("forced", [SHARED, RowConfig(1, 256, 4), RowConfig(1, 64, 4)], indirect=True, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op, forced",
+    [("softmax", RowConfig(1, 256, 4)), ("softmax", RowConfig(1, 64, 4)), *((op, SHARED) for op in OPS)],
+    indirect=["forced"],
+    ids=str,
+)
 def test_rows_that_begin_anywhere(op: str, forced: RowConfig, device: torch.device, poisoned: None) -> None:
     """Rows at every distance from 16 bytes, alike in all tensors or not, with NaN between them."""
     for dtype, n, gap in (

@@ -87,7 +87,10 @@ def test_temperature_zero_is_argmax(backend: str, device: torch.device, N: int, 
     x[3] = 1.0
     want = [int((row == row.max()).nonzero()[0]) for row in x]
     zeros = torch.zeros(4, device=device)
-    for temperature, limits in itertools.product((0, 0.0, zeros), ({}, {"top_k": 3}, {"top_p": 0.5})):
+    ways = list(itertools.product((0, 0.0, zeros), ({}, {"top_k": 3}, {"top_p": 0.5})))
+    if backend == "triton" and device.type == "cpu" and N > 50:  # interpreted: each of both once
+        ways = ways[2::2][:3]
+    for temperature, limits in ways:
         assert flashsoft.sample(x, temperature, backend=backend, **limits).tolist() == want
     mixed = torch.tensor([0.0, 1.0, 0.0, 1.0], device=device)
     tokens = flashsoft.sample(x, mixed, backend=backend)

@@ -54,19 +54,19 @@ def test_leading_dimensions(shapes: tuple[Shape, Shape, Shape], device: torch.de
     agrees(shapes, device)
 
 
-@pytest.mark.parametrize("mask_shape", [(5, 7), (3, 1, 5, 7), (1, 4, 1, 7), (3, 4, 5, 7)], ids=str)
+@pytest.mark.parametrize("mask_shape", [(5, 7), (2, 1, 5, 7), (1, 3, 1, 7), (2, 3, 5, 7)], ids=str)
 def test_boolean_masks(mask_shape: Shape, device: torch.device) -> None:
     keep = torch.rand(mask_shape) > 0.4
     keep[..., 0] = True  # of an empty row torch makes NaN on some paths
-    agrees(((3, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8)), device, attn_mask=keep.to(device))
+    agrees(((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)), device, attn_mask=keep.to(device))
 
 
-@pytest.mark.parametrize("mask_shape", [(5, 7), (3, 1, 5, 7), (1, 4, 1, 7), (3, 4, 5, 7), (7,)], ids=str)
+@pytest.mark.parametrize("mask_shape", [(5, 7), (2, 1, 5, 7), (1, 3, 1, 7), (2, 3, 5, 7), (7,)], ids=str)
 def test_added_masks_and_their_gradient(mask_shape: Shape, device: torch.device) -> None:
     bias = torch.randn(mask_shape)
     bias[torch.rand(mask_shape) > 0.7] = -torch.inf
     bias[..., 0] = 0.5
-    shapes = ((3, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8))
+    shapes = ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8))
     ours = [draw(shape, device) for shape in shapes] + [bias.to(device).requires_grad_()]
     theirs = [x.detach().cpu().double().requires_grad_() for x in ours]
     out = flashsoft.scaled_dot_product_attention(*ours)
@@ -79,7 +79,7 @@ def test_added_masks_and_their_gradient(mask_shape: Shape, device: torch.device)
 
 
 def test_an_added_mask_of_more_leading_dimensions(device: torch.device) -> None:
-    shapes = ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 8))
+    shapes = ((2, 3, 2, 5, 8), (2, 3, 2, 7, 8), (2, 3, 2, 7, 8))
     q, k, v = (draw(shape, device) for shape in shapes)
     bias = torch.randn(3, 1, 5, 7, device=device).requires_grad_()
     theirs = [x.detach().cpu().double().requires_grad_() for x in (q, k, v, bias)]

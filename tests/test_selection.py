@@ -62,7 +62,7 @@ def test_short_rows(backend: str, device: torch.device, dtype: torch.dtype, N: i
     x = adversarial(N).to(dtype)
     for limits in LIMITS:
         assert_keeps(x, backend, device, **limits)
-    for seed in range(3):
+    for seed in range(1 if backend == "triton" and device.type == "cpu" else 3):
         torch.manual_seed(seed)
         rows = {"top_k": torch.randint(1, N + 1, (10, 1)), "top_p": shares(10), "min_p": shares(10, most=0.2)}
         for names in itertools.chain.from_iterable(itertools.combinations(rows, n) for n in (1, 2, 3)):

@@ -31,11 +31,15 @@ LIMITS = (99 * KIB, 163 * KIB, 227 * KIB)
 @pytest.mark.parametrize(("hopper", "limit"), [*((False, limit) for limit in LIMITS), (True, LIMITS[-1])])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(
-    ("D", "Dv"), [(1, 1), (16, 64), (64, 64), (80, 128), (128, 128), (192, 128), (256, 256), (40, 256)]
+    ("D", "Dv"),
+    [(1, 1), (16, 64), (64, 64), (80, 128), (128, 128), (192, 128), (256, 256), (40, 256), (320, 300), (576, 512)],
 )
 def test_a_tile_that_fits_is_chosen(D: int, Dv: int, itemsize: int, hopper: bool, limit: int) -> None:
     forward, backward = tuning._choose(D, Dv, itemsize, tuning.Device(hopper, limit))
     row_bytes = (tuning.padded(D) + tuning.padded(Dv)) * itemsize
+    if itemsize == 4 and max(D, Dv) > 256 and limit < LIMITS[-1]:  # not even the smallest does: it is tried then
+        assert all((t.block_m, t.block_n, t.num_stages) == (16, 16, 1) for t in (backward.keys, backward.queries))
+        return
     assert tuning.legal(forward, forward.block_m // 2, forward.block_n, row_bytes, limit)
     more = 1.5 if itemsize == 4 else 1  # float32 scores are two products, of the halves of what is streamed
     keys, queries = backward.keys, backward.queries
@@ -57,10 +61,21 @@ def test_what_is_not_legal() -> None:
     assert not tuning.legal(tuning.TileConfig(8, 64, 4, 1), 8, 64, 256, 227 * KIB)
 
 
-@pytest.mark.parametrize("head_dim", [1, 15, 16, 17, 64, 96, 129, 256])
-def test_padding_is_the_next_power_of_two(head_dim: int) -> None:
-    columns = tuning.padded(head_dim)
-    assert columns >= max(16, head_dim) and columns & (columns - 1) == 0 and columns < max(32, 2 * head_dim)
+def test_a_heads_columns_are_one_power_of_two_or_two_and_pad_little() -> None:
+    for head_dim in range(1, 577):
+        parts, whole = tuning.columns(head_dim), max(16, 1 << (head_dim - 1).bit_length())
+        assert all(part >= 16 and part & (part - 1) == 0 for part in parts) and list(parts) == sorted(parts)[::-1]
+        assert parts == (whole,) or (len(parts) == 2 and sum(parts) < whole)
+        assert 0 <= tuning.padded(head_dim) - head_dim < max(16, head_dim / 3) and tuning.padded(head_dim) == sum(parts)
+
+
+def test_registers_are_limited_only_where_a_tile_says_so() -> None:
+    assert tuning.TileConfig(64, 64, 4, 2).launch_options() == {"num_warps": 4}
+    assert tuning.TileConfig(64, 64, 4, 2, registers=168).launch_options() == {"num_warps": 4, "maxnreg": 168}
+    for ladders in (*tuning.HOPPER.values(), *tuning.PORTABLE.values()):
+        for tile in (*ladders.forward, *ladders.keys, *ladders.queries):
+            # a thread has 255 at most, and a program's threads share 65,536
+            assert tile.registers is None or (32 <= tile.registers <= 255 and tile.registers % 8 == 0)
 
 
 @pytest.mark.parametrize("setting", ["old", "new"])

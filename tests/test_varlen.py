@@ -59,7 +59,7 @@ def check(
     layout: str = "contiguous",
 ) -> None:
     """One call, each of its sequences against the oracle; `tail` tokens more lie behind the last sequence."""
-    Hq, Hkv, D, Dv = 4, 2, 16, 24
+    Hq, Hkv, D, Dv = (2, 1, 16, 24) if each.interpreted(backend, device) else (4, 2, 16, 24)
     rows, columns = PACKS[pack]
     Tq, Tk, sequences = sum(rows) + tail, sum(columns) + tail, len(rows)
     made = inputs.LAYOUTS["contiguous"](1, Hq, Hkv, Tq, Tk, D, Dv)

@@ -67,9 +67,9 @@ def rank(number: int, ranks: int, folder: str, backend: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_agree_with_the_whole(ranks: int, backend: str, tmp_path: Path) -> None:
-    if backend == "triton" and (ranks == 4 or os.environ.get("TRITON_INTERPRET") != "1"):
+    if backend == "triton" and (ranks > 2 or os.environ.get("TRITON_INTERPRET") != "1"):
         pytest.skip("kernels do not run on the CPU, or are slow there")
     torch.multiprocessing.spawn(rank, (ranks, str(tmp_path), backend), nprocs=ranks)
     found = [torch.load(tmp_path / f"{number}.pt") for number in range(ranks)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import api, masks
-from ..masks import Causal, Window
+from ..alibi import ALiBi
+from ..masks import Causal, Padding, Segments, Window
+from ..reference import dropout
 
 Tensors = dict[str, Tensor]
 IGNORED = -100
+SEED = 7  # of the generator that dropout draws from
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,11 @@ class Losses:
 
 @dataclass(frozen=True)
 class Attention:
-    """attention on query (B, H, Sq, D) and key, value (B, Hkv, Sk, D or Dv); `kept` as in `Logits`."""
+    """attention on query (B, H, Sq, D) and key, value (B, Hkv, Sk, D or Dv); `kept` as in `Logits`.
+
+    bias (H, Sq, Sk), slopes, sink and scale (H,) are tensors with gradients. documents: lengths of what lies end to end
+    in queries and keys alike, told apart by `Segments`, or `packed` for attention_varlen. used: keys of each entry.
+    """
 
     name: str
     B: int = 1
@@ -77,6 +86,15 @@ class Attention:
     band: masks.Mask | None = None
     kept: float = 1.0
     empty_row: bool = False
+    bias: bool = False
+    slopes: bool = False
+    softcap: float | None = None
+    sink: bool = False
+    scale: bool = False
+    dropout_p: float = 0.0
+    documents: tuple[int, ...] = ()
+    packed: bool = False
+    used: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"attention {self.name}, {self.B}x{self.H}/{self.Hkv}x{self.Sq}/{self.Sk}x{self.D}" + (
@@ -95,7 +113,12 @@ QUICK: tuple[Case, ...] = (
     Attention("plain", Sq=17, Sk=33, D=16, Dv=16),
     Attention("causal, GQA", H=4, Hkv=2, Sq=33, Sk=65, D=32, Dv=24, band=Causal()),
     Attention("mask, empty row", Sq=17, Sk=33, D=16, Dv=16, kept=0.6, empty_row=True),
-)
+    Attention(
+        "all terms", Hkv=1, Sq=17, Sk=33, D=16, Dv=24, band=Causal(), used=(30,),
+        bias=True, slopes=True, softcap=2.0, sink=True, scale=True, dropout_p=0.3,
+    ),
+    Attention("packed", Sq=20, Sk=20, D=16, Dv=16, band=Causal(), documents=(7, 1, 12), packed=True),
+)  # fmt: skip
 ALL: tuple[Case, ...] = (
     *(Rows(op, shape) for op in ("softmax", "log_softmax", "logsumexp") for shape in ((1, 1), (64, 63), (9, 5000))),
     *(Rows(op, (2, 40, 5), dim=1) for op in ("softmax", "log_softmax", "logsumexp")),
@@ -133,7 +156,22 @@ ALL: tuple[Case, ...] = (
     Attention("Dv above D", Sq=40, Sk=70, D=16, Dv=72, band=Causal()),
     Attention("one query", H=4, Hkv=2, Sq=1, Sk=200, band=Causal()),
     Attention("one key", Sq=5, Sk=1),
-)
+    Attention("D 576", H=1, Hkv=1, Sq=17, Sk=33, D=576, Dv=512, band=Causal()),
+    Attention("bias", B=2, Sq=40, Sk=70, bias=True),
+    Attention("ALiBi", H=4, Sq=40, Sk=70, slopes=True, band=Causal()),
+    Attention("softcap", Sq=40, Sk=70, softcap=1.5),
+    Attention("sink", H=4, Sq=70, Sk=40, sink=True, band=Causal()),
+    Attention("tensor scale", H=4, Sq=40, Sk=70, scale=True),
+    Attention("dropout", Sq=40, Sk=70, dropout_p=0.2),
+    Attention("segments", Sq=70, Sk=70, band=Causal(), documents=(3, 40, 27)),
+    Attention("lengths", B=3, Sq=40, Sk=70, used=(70, 0, 33)),
+    Attention("packed", H=4, Sq=90, Sk=90, band=Window(left=20), documents=(33, 1, 0, 56), packed=True),
+    Attention("packed, ALiBi, sink", H=4, Sq=50, Sk=50, slopes=True, sink=True, documents=(9, 41), packed=True),
+    Attention(
+        "all terms", B=2, H=4, Sq=40, Sk=70, D=32, Dv=48, band=Causal(), kept=0.8, used=(70, 50),
+        bias=True, slopes=True, softcap=2.0, sink=True, scale=True, dropout_p=0.3,
+    ),
+)  # fmt: skip
 
 
 def inputs(case: Case, generator: torch.Generator) -> tuple[Tensors, Tensor | None]:
@@ -158,6 +196,14 @@ def inputs(case: Case, generator: torch.Generator) -> tuple[Tensors, Tensor | No
         "key": normal(case.B, case.Hkv, case.Sk, case.D),
         "value": normal(case.B, case.Hkv, case.Sk, case.Dv),
     }
+    if case.bias:
+        tensors["bias"] = normal(case.H, case.Sq, case.Sk)
+    if case.slopes:
+        tensors["slopes"] = 2.0 ** -torch.linspace(1, 4, case.H, dtype=torch.float64)
+    if case.sink:
+        tensors["sink"] = normal(case.H)
+    if case.scale:
+        tensors["scale"] = normal(case.H) * case.D**-0.5
     return tensors, _keep(case, (case.B, 1, case.Sq, case.Sk), generator)
 
 
@@ -179,16 +225,49 @@ def ours(case: Case, tensors: Tensors, keep: Tensor | None, backend: str) -> Ten
         assert keep is not None
         smoothing = case.label_smoothing
         return api.fused_cross_entropy(tensors["x"], keep, label_smoothing=smoothing, reduction="none", backend=backend)
-    mask = _joined(case.band, keep)
     if isinstance(case, Logits):
+        mask = _joined(case.band, keep)
         bias = tensors.get("bias")
         return api.fused_softmax(
             tensors["x"], case.temperature, mask, bias, case.top_k, top_p=case.top_p, backend=backend
         )
-    return api.attention(tensors["query"], tensors["key"], tensors["value"], mask=mask, backend=backend)
+    query, key, value = tensors["query"], tensors["key"], tensors["value"]
+    added: Any = tensors.get("bias")
+    if case.slopes:
+        added = ALiBi(tensors["slopes"]) if added is None else ALiBi(tensors["slopes"]) + added
+    options: dict[str, Any] = {"bias": added, "scale": tensors.get("scale"), "sink": tensors.get("sink")}
+    options |= {"softcap": case.softcap, "dropout_p": case.dropout_p, "backend": backend}
+    with _seeded(query.device):
+        if not case.packed:
+            whole: Tensor = api.attention(query, key, value, mask=_mask(case, keep, query.device), **options)
+            return whole
+        ends = torch.tensor([0, *itertools.accumulate(case.documents)], dtype=torch.int32, device=query.device)
+        longest = max(case.documents)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out: Tensor = api.attention_varlen(q, k, v, ends, ends, longest, longest, mask=case.band, **options)
+        return out.transpose(0, 1).unsqueeze(0)
 
 
-def _joined(band: masks.Mask | None, keep: Tensor | None) -> masks.MaskLike:
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """torch's generators in one state inside, and as they were after."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(SEED)
+        yield
+
+
+def _mask(case: Attention, keep: Tensor | None, device: torch.device) -> masks.MaskLike:
+    mask = _joined(case.band, keep)
+    if case.documents:
+        mask = _joined(Segments(_ids(case).to(device)), mask)
+    return _joined(Padding(torch.tensor(case.used, device=device)), mask) if case.used else mask
+
+
+def _ids(case: Attention) -> Tensor:
+    return torch.arange(len(case.documents)).repeat_interleave(torch.tensor(case.documents))
+
+
+def _joined(band: masks.Mask | None, keep: masks.MaskLike) -> masks.MaskLike:
     if band is None:
         return keep
     return band if keep is None else band & keep
@@ -208,6 +287,12 @@ def whole_mask(case: Case, tensors: Tensors, keep: Tensor | None) -> Tensor | No
         if spec.hi is not None:
             band &= distance <= spec.hi
         keep = band if keep is None else band & keep
+    if isinstance(case, Attention) and case.documents:
+        own = _ids(case)[:, None] == _ids(case)
+        keep = own if keep is None else own & keep
+    if isinstance(case, Attention) and case.used:
+        used = torch.arange(case.Sk) < torch.tensor(case.used)[:, None, None, None]
+        keep = used if keep is None else used & keep
     if isinstance(case, Logits) and (case.top_k is not None or case.top_p is not None):
         x = tensors["x"] if keep is None else tensors["x"].masked_fill(~keep, float("-inf"))
         ordered, places = x.sort(dim=-1, descending=True, stable=True)
@@ -232,23 +317,77 @@ def torchs(case: Case, tensors: Tensors, whole: Tensor | None, exact: bool) -> T
     if isinstance(case, Logits):
         x = tensors["x"] / case.temperature
         return _masked_softmax(x + tensors["bias"] if case.bias else x, whole)
+    if exact or case.softcap is not None or case.sink or case.scale or case.dropout_p > 0.0:
+        return _formulas(case, tensors, whole)[0]
+    gqa: dict[str, Any] = {"enable_gqa": True} if case.H != case.Hkv else {}
+    if case.bias or case.slopes:  # its name for both is attn_mask
+        added = _added(case, tensors)
+        whole = added if whole is None else added.masked_fill(~whole, float("-inf"))
     query, key, value = tensors["query"], tensors["key"], tensors["value"]
-    if not exact:
-        gqa: dict[str, Any] = {"enable_gqa": True} if case.H != case.Hkv else {}
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=whole, **gqa)
-    key, value = (t.repeat_interleave(case.H // case.Hkv, 1) for t in (key, value))
-    return _masked_softmax(query @ key.mT * case.D**-0.5, whole) @ value
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=whole, **gqa)
 
 
-def cancelling_terms(tensors: Tensors, whole: Tensor | None, dout: Tensor) -> Tensors:
-    """Root sums of squares of the terms of dquery and dkey: p * (dp - delta) times a key or a query."""
-    query, key, value = (tensors[name].double() for name in ("query", "key", "value"))
-    group, scale = query.shape[1] // key.shape[1], query.shape[3] ** -0.5
-    keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    p = _masked_softmax(query @ keys.mT * scale, whole)
-    squares = (p * (dout.double() @ values.mT) * scale).square()
+def _added(case: Attention, tensors: Tensors) -> Tensor:
+    """Bias and ALiBi's, (H, Sq, Sk)."""
+    slopes = tensors.get("slopes")
+    added = 0.0 if slopes is None else -slopes[:, None, None] * _distance(case, slopes)
+    return added + tensors["bias"] if case.bias else torch.as_tensor(added)
+
+
+def _distance(case: Attention, like: Tensor) -> Tensor:
+    return (torch.arange(case.Sq)[:, None] + case.Sk - case.Sq - torch.arange(case.Sk)).abs().to(like)
+
+
+def _formulas(case: Attention, tensors: Tensors, whole: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, the weights (of a sink too, last) before dropout, and what that multiplies them with."""
+    query, group = tensors["query"], case.H // case.Hkv
+    key, value = (tensors[name].repeat_interleave(group, 1) for name in ("key", "value"))
+    x = query @ key.mT * (tensors["scale"][:, None, None] if case.scale else case.D**-0.5)
+    if case.softcap is not None:
+        x = case.softcap * torch.tanh(x / case.softcap)
+    if case.bias or case.slopes:
+        x = x + _added(case, tensors)
+    if case.sink:
+        x = torch.cat((x, tensors["sink"][:, None, None].expand(*x.shape[:3], 1)), -1)
+        whole = None if whole is None else torch.nn.functional.pad(whole, (0, 1), value=True)
+    p, drop = _masked_softmax(x, whole), torch.ones((), dtype=query.dtype, device=query.device)
+    if case.dropout_p > 0.0:
+        with _seeded(query.device):
+            word = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+        heads = torch.arange(case.B * case.H, device=query.device).view(case.B, case.H)
+        drop = dropout.kept(word, case.dropout_p, heads, (0, case.Sq), (0, case.Sk)).to(query)
+    return (p[..., : case.Sk] * drop) @ value, p, drop
+
+
+def cancelling_terms(case: Attention, tensors: Tensors, whole: Tensor | None, dout: Tensor) -> Tensors:
+    """Root sums of squares of the terms of gradients of scores' parts: p * (dp - delta) times what each multiplies."""
+    exact = {name: t.detach().double() for name, t in tensors.items()}
+    query, group = exact["query"], case.H // case.Hkv
+    key, value = (exact[name].repeat_interleave(group, 1) for name in ("key", "value"))
+    scale = exact["scale"][:, None, None] if case.scale else torch.tensor(case.D**-0.5).to(query)
+    _, weights, drop = _formulas(case, exact, whole)
+    p = weights[..., : case.Sk]
+    squares = (p * drop * (dout.double() @ value.mT)).square()
+
+    def of_heads(by: Tensor) -> Tensor:
+        """What is summed over queries and keys; the error of a row's delta is common to its keys."""
+        common = squares.sum(-1) * (p * by).sum(-1).square()
+        return ((squares * by.square()).sum((0, 2, 3)) + common.sum((0, 2))).sqrt()
+
+    terms = {}
+    if case.bias:
+        terms["dbias"] = squares.sum(0).sqrt()
+    if case.slopes:
+        terms["dslopes"] = of_heads(_distance(case, query))
+    if case.sink:
+        terms["dsink"] = (squares.sum(-1) * weights[..., -1].square()).sum((0, 2)).sqrt()
+    x = query @ key.mT
+    slope = torch.ones_like(x) if case.softcap is None else 1.0 - torch.tanh(x * scale / case.softcap).square()
+    if case.scale:
+        terms["dscale"] = of_heads(slope * x)
+    squares = squares * (slope * scale).square()
     dkey = (squares.mT @ query.square()).unflatten(1, (-1, group)).sum(2)
-    return {"dquery": (squares @ keys.square()).sqrt(), "dkey": dkey.sqrt()}
+    return terms | {"dquery": (squares @ key.square()).sqrt(), "dkey": dkey.sqrt()}
 
 
 def _masked_softmax(x: Tensor, keep: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
+import itertools
 import json
 import logging
 import platform
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import __version__, api, dispatch, env, masks
+from ..alibi import ALiBi
 from . import support
 
 OPS = ("softmax", "log_softmax", "logsumexp", "fused_softmax", "sample", "cross_entropy", "attention")
@@ -117,19 +119,20 @@ def choice(op: str, device: torch.device) -> dict[str, Any]:
 
 
 def checks(device: torch.device) -> list[dict[str, Any]]:
-    """A tiny attention, forward and backward, on every backend that can run on `device`."""
+    """A tiny attention, plain and with terms, forward and backward, on every backend that can run on `device`."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value, dout = torch.randn(4, 1, 2, 17, 16, generator=generator).unbind()
-    exact = attend(query.double(), key.double(), value.double(), dout.double(), "reference")
+    tensors = torch.randn(4, 1, 2, 17, 16, generator=generator).unbind()
     problem = dispatch.Problem("attention", device, torch.float32)
     results = []
-    for backend in dispatch.BACKENDS:
-        if backend.why_not(problem, dispatch.target_of(device)) is not None:
-            continue
-        check: dict[str, Any] = {"device": str(device), "backend": backend.name, "op": "attention"}
+    usable = [each for each in dispatch.BACKENDS if each.why_not(problem, dispatch.target_of(device)) is None]
+    for backend, terms in itertools.product(usable, (False, True)):
+        said = "attention with terms" if terms else "attention"
+        check: dict[str, Any] = {"device": str(device), "backend": backend.name, "op": said}
         try:
-            here = [t.to(device) for t in (query, key, value, dout)]
-            ours = attend(here[0], here[1], here[2], here[3], backend.name)
+            query, key, value, dout = (t.double() for t in tensors)
+            exact = attend(query, key, value, dout, "reference", terms)
+            query, key, value, dout = (t.to(device) for t in tensors)
+            ours = attend(query, key, value, dout, backend.name, terms)
             check["error"] = max(float((a.cpu() - b).abs().max()) for a, b in zip(ours, exact, strict=True))
             check["passed"] = check["error"] <= TOLERANCE
         except Exception as failure:  # a doctor reports what is broken, whatever it is
@@ -139,11 +142,17 @@ def checks(device: torch.device) -> list[dict[str, Any]]:
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dout: torch.Tensor, backend: str
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dout: torch.Tensor, backend: str, terms: bool
 ) -> tuple[torch.Tensor, ...]:
-    """out, dquery, dkey and dvalue of a causal attention."""
+    """out, dquery, dkey and dvalue of a causal attention; with `terms`, those of a sink, a bias and slopes too."""
     inputs = [t.clone().requires_grad_() for t in (query, key, value)]
-    out = api.attention(inputs[0], inputs[1], inputs[2], mask=masks.Causal(), backend=backend)
+    options: dict[str, Any] = {"mask": masks.Causal(), "backend": backend}
+    if terms:
+        heads, length = query.shape[1:3]
+        added = [query.new_full(size, 0.5).requires_grad_() for size in ((heads,), (heads, 1, length), (heads,))]
+        inputs += added
+        options |= {"sink": added[0], "bias": ALiBi(added[2]) + added[1], "softcap": 5.0}
+    out = api.attention(inputs[0], inputs[1], inputs[2], **options)
     return (out.detach(), *torch.autograd.grad(out, inputs, dout))
 
 
@@ -156,10 +165,11 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"\nBackends on {device}, float32:")
         lines += [f"  {op:<14} {choice['backend'] or 'none'}" for op, choice in ops.items()]
         lines += _reasons(ops)
-    lines.append("\nTiny runs, attention forward and backward against float64:")
+    lines.append("\nTiny runs, forward and backward against float64:")
     for check in report["checks"]:
         said = check.get("failure") or f"max error {check['error']:.1e} (at most {TOLERANCE:.0e})"
-        lines.append(f"  {check['device']:<8} {check['backend']:<10} {'ok' if check['passed'] else 'FAILED'}: {said}")
+        which = f"{check['device']:<8} {check['backend']:<10} {check['op']:<20}"
+        lines.append(f"  {which} {'ok' if check['passed'] else 'FAILED'}: {said}")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ A case passes if its result and every gradient satisfy, for the largest error an
 
 where errors are against float64 on the same inputs, and the size is the largest exact value (for the largest
 error) or the root mean square (for the other). The floor is two roundings: torch's error can be 0 by luck.
-Gradients of query and key are float32 sums that can cancel (wholly, for one key): there the floor is higher
+Gradients of what scores are made of are float32 sums that can cancel (wholly, for one key): there the floor is higher
 by FLOOR * eps(float32) * (root sum of squares of the terms).
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from . import UsageError, cases
 
 FLOOR = 2.0
 Way = Callable[[cases.Tensors], Tensor]
+Cancelling = Callable[[Tensor], cases.Tensors]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(table)} cases x {len(DTYPES)} dtypes on {device}, forward and backward, backends: {', '.join(backends)}"
     )
     print(f"passing: error against float64 <= 2 x torch's own + {FLOOR:.0f} eps x size of the exact result")
-    print(f"(dquery, dkey: + {FLOOR:.0f} float32 eps x size of the terms that may cancel)\n")
+    print(f"(gradients of scores' parts: + {FLOOR:.0f} float32 eps x size of the terms that may cancel)\n")
     print(f"{'case':<52} {'dtype':<9} {'backend':<9} {'worst':<7} {'max':>8} {'torch':>8} {'rms':>8} {'torch':>8}")
     failed = total = 0
     for number, case in enumerate(table):
@@ -127,12 +129,18 @@ def check(case: cases.Case, dtype: torch.dtype, device: torch.device, backend: s
         "torch": lambda given: cases.torchs(case, given, whole, exact=False),
         "exact": lambda given: cases.torchs(case, given, whole, exact=True),
     }
-    results = compare(ways, tensors, whole, seed)
+    terms = partial(cases.cancelling_terms, case, tensors, whole) if isinstance(case, cases.Attention) else None
+    results = compare(ways, tensors, terms, seed)
     return max(results.items(), key=lambda item: (not item[1].passed, item[1].used))
 
 
-def compare(ways: dict[str, Way], tensors: cases.Tensors, whole: Tensor | None, seed: int) -> dict[str, Agreement]:
-    """The result ("out") and gradients ("dquery", ...) of "ours", against "torch" and "exact" (float64)."""
+def compare(
+    ways: dict[str, Way], tensors: cases.Tensors, cancelling: Cancelling | None, seed: int
+) -> dict[str, Agreement]:
+    """The result ("out") and gradients ("dquery", ...) of "ours", against "torch" and "exact" (float64).
+
+    `cancelling` gives sizes of terms, by the gradient's name, from the gradient of the result.
+    """
     dtype = next(iter(tensors.values())).dtype
 
     def differentiated(way: str) -> dict[str, Tensor]:
@@ -147,9 +155,7 @@ def compare(ways: dict[str, Way], tensors: cases.Tensors, whole: Tensor | None, 
         return torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(out)
 
     ours, theirs, exact = (differentiated(way) for way in ("ours", "torch", "exact"))
-    terms: dict[str, Tensor] = {}
-    if "query" in tensors:
-        terms = cases.cancelling_terms(tensors, whole, upstream(exact["out"]))
+    terms = {} if cancelling is None else cancelling(upstream(exact["out"]))
     return {name: agreement(ours[name], theirs[name], exact[name], terms.get(name)) for name in ours}
 
 
