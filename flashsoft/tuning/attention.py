@@ -1,9 +1,10 @@
 """Tiles of the portable attention kernels: what they are, what is legal, and which one a problem gets.
 
 A ladder lists tiles from the fastest down to the smallest; a problem gets the first that fits the shared memory of
-its device. The 16-bit ladders for Hopper were measured on an H200 (torch 2.11, triton 3.6, 2026-11-30; bf16, B * S =
-16,384, S = 4,096, causal and not) among four to eight tiles each. All others were chosen by the compiler's word, the
-largest tiles that do not spill on sm_80, and no device has timed them. Sequence lengths play no part.
+its device. The 16-bit ladders for Hopper and heads of 64 and 128 were measured on an H200 (torch 2.11, triton 3.6,
+2026-11-30; bf16, B * S = 16,384, S of 1,024, 4,096 and 16,384, causal and not) among four to ten tiles each. All others
+were chosen by the compiler's word, the largest tiles that spill little, and no device has timed them. Sequence lengths
+play no part.
 """
 
 from __future__ import annotations
@@ -85,14 +86,14 @@ HOPPER_MASKED: dict[tuple[int, int], Ladders] = {
         queries=(TileConfig(64, 64, 4, 2),),
     ),
     (2, 128): Ladders(
-        forward=(TileConfig(64, 64, 8, 2),),
-        keys=(TileConfig(64, 64, 8, 2),),
-        queries=(TileConfig(64, 64, 8, 2),),
+        forward=(TileConfig(64, 64, 4, 2),),
+        keys=(TileConfig(32, 64, 4, 3),),
+        queries=(TileConfig(64, 64, 4, 2),),
     ),
     (2, 256): Ladders(
-        forward=(TileConfig(64, 32, 8, 2),),
-        keys=(TileConfig(32, 32, 8, 1),),
-        queries=(TileConfig(64, 32, 8, 1),),
+        forward=(TileConfig(128, 32, 8, 2),),
+        keys=(TileConfig(32, 64, 8, 1),),
+        queries=(TileConfig(128, 32, 8, 1),),
     ),
 }
 PORTABLE: dict[tuple[int, int], Ladders] = {
@@ -122,7 +123,7 @@ PORTABLE: dict[tuple[int, int], Ladders] = {
         queries=(TileConfig(32, 16, 8, 1),),
     ),
     (4, 256): Ladders(
-        forward=(TileConfig(32, 32, 8, 1), TileConfig(16, 16, 8, 1)),
+        forward=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 8, 1)),
         keys=(TileConfig(16, 16, 4, 1),),
         queries=(TileConfig(32, 16, 8, 1), TileConfig(16, 16, 4, 1)),
     ),
