@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..terms import Terms
 from ..tuning.attention import input_precision
 from .launch import Tensors
+from .mask_bits import mask_bits
 from .tile_runs import broadcast_strides, tile_runs
 
 WORDS = 1 << 32  # of Philox
@@ -57,13 +57,17 @@ def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
     )
 
 
-def tensors(terms: Terms) -> tuple[Tensor | None, ...]:
-    """keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
+def tensors(query: Tensor, key: Tensor, terms: Terms, *, by_keys: bool = False) -> tuple[Tensor | None, ...]:
+    """words and seen (of `keep`), bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
+    words = seen = None
+    if terms.keep is not None:
+        words, seen = mask_bits(terms.keep, query.shape[2] if by_keys else key.shape[2], by_keys=by_keys)
     lines = (terms.sink, terms.factor)
     offsets = (terms.lengths, terms.cu_q, terms.cu_k, terms.seed)
     return (
-        None if terms.keep is None else _near(terms.keep.view(torch.uint8)),
-        None if terms.bias is None else _near(terms.bias),
+        words,
+        seen,
+        None if terms.bias is None else _close(terms.bias),
         terms.slopes,
         *(None if x is None else x.contiguous() for x in lines),
         terms.query_ids,
@@ -72,18 +76,30 @@ def tensors(terms: Terms) -> tuple[Tensor | None, ...]:
     )
 
 
-def _near(x: Tensor) -> Tensor:
-    """A tensor like the scores whose rows lie within 2^31 elements in a tile of 128, which they do but in odd views."""
+def masked(terms: Terms) -> bool:
+    """Whether a tile of scores needs more than its products."""
+    given = (terms.keep, terms.bias, terms.query_ids, terms.seed, terms.softcap)
+    return any(term is not None for term in given)
+
+
+def _close(x: Tensor) -> Tensor:
+    """A bias whose rows lie within 2^31 elements in a tile of 128, which they do but in odd views."""
     return x if all(stride < 1 << 24 for stride in broadcast_strides(x)[2:]) else x.contiguous()
 
 
-def tables(query: Tensor, key: Tensor, terms: Terms, own: int, step: int, *, by_keys: bool = False) -> Tensor | None:
+def table_of(given: Tensors, own: int, step: int, *, by_keys: bool = False) -> Tensor | None:
     """The runs of tiles of `own` queries over tiles of `step` keys, or by_keys the other way; see `tile_runs`."""
-    if terms.keep is None and terms.query_ids is None:
+    query, key, _, words, _, _, _, _, _, query_ids, key_ids, *_ = given
+    if words is None and query_ids is None:
         return None
-    keep = None if terms.keep is None else terms.keep.view(torch.uint8)
-    Sq, Sk = query.shape[2], key.shape[2]
-    return tile_runs(keep, terms.query_ids, terms.key_ids, Sq, Sk, own, step, by_keys=by_keys)
+    Sq, Sk = query.shape[2], key.shape[2]  # type: ignore[union-attr]
+    return tile_runs(words, query_ids, key_ids, Sq, Sk, own, step, by_keys=by_keys)
+
+
+def near(*tensors: Tensor | None) -> bool:
+    """Whether offsets within a head of each of these tensors (B, H, S, D) fit 32 bits, or a tenth of a loop is lost."""
+    given = [(x.shape, x.stride()) for x in tensors if x is not None]
+    return all((shape[2] - 1) * row + (shape[3] - 1) * column < 1 << 31 for shape, (_, _, row, column) in given)
 
 
 def heads(query: Tensor, cu_q: Tensor | None) -> int:
@@ -92,15 +108,15 @@ def heads(query: Tensor, cu_q: Tensor | None) -> int:
 
 
 def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[object, ...]:
-    """The strides of query, key, value, keep, bias, slopes, ids and table, and the numbers up to `hi`."""
-    query, key, value, keep, bias, slopes, _, _, query_ids, key_ids, *_ = given
+    """The strides of query, key, value, words, seen, bias, slopes, ids and table, and the numbers up to `hi`."""
+    query, key, value, words, seen, bias, slopes, _, _, query_ids, key_ids, *_ = given
     (_, Hq, Sq, _), (_, Hkv, Sk, _) = query.shape, key.shape  # type: ignore[union-attr]
-    strides = [None if x is None else broadcast_strides(x) for x in (keep, bias, slopes, table)]
+    strides = [None if x is None else broadcast_strides(x) for x in (words, seen, bias, slopes, table)]
     ids = None
     if query_ids is not None and key_ids is not None:
         ids = (*broadcast_strides(query_ids), *broadcast_strides(key_ids))
     return (
-        *(x.stride() for x in (query, key, value)), *strides[:3], ids, strides[3],  # type: ignore[union-attr]
+        *(x.stride() for x in (query, key, value)), *strides[:4], ids, strides[4],  # type: ignore[union-attr]
         Sq, Sk, Hq, Hq // Hkv, numbers.scale, numbers.softcap, numbers.threshold, numbers.dropout_scale,
         numbers.lo, numbers.hi,
     )  # fmt: skip

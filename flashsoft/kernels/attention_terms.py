@@ -15,10 +15,12 @@ TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 
 
 class Terms(NamedTuple):
-    """`flashsoft.terms.Terms`; strides of a broadcast dimension are 0, and without dropout `seed` is None."""
+    """`flashsoft.terms.Terms`, `keep` as `mask_bits` gives it; strides of a broadcast dimension are 0."""
 
-    keep: Any
-    keep_strides: Any
+    words: Any
+    words_strides: Any
+    seen: Any
+    seen_strides: Any
     bias: Any
     bias_strides: Any
     slopes: Any

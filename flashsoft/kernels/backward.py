@@ -18,7 +18,7 @@ from torch import Tensor
 from ..terms import Gradients, Terms
 from ..tuning.attention import backward_config
 from . import backward_keys, backward_queries
-from .attention_launch import numbers, tables, tensors
+from .attention_launch import masked, numbers, table_of, tensors
 from .backward_bias import bias_gradient
 from .backward_queries import shares
 from .backward_rows import prepare
@@ -40,17 +40,17 @@ def attention_backward(
     wanted = Gradients(*needs)
     if lse.numel() == 0 or key.shape[2] == 0:
         return _without_scores(dlse, query, key, value, terms, wanted)
-    config = backward_config(query, value.shape[3])
+    config = backward_config(query, value.shape[3], masked(terms))
     n = numbers(query, key, terms)
-    given = (query, key, value, *tensors(terms))
-    sink, cu_q = given[6], given[11]
+    given = (query, key, value, *tensors(query, key, terms))
+    sink, cu_q = given[7], given[12]
     settled, delta, padded, dsink = prepare(out, dout, dlse, lse, sink if wanted.sink else None, cu_q, n)
     norm = torch.ones_like(settled) if query.dtype == torch.float32 else None  # written by the queries' kernel
     new = torch.empty_like if cu_q is None else torch.zeros_like  # behind the last sequence nothing is written
     dq = dk = dv = dbias = dslopes = dfactor = None
     if wanted.query or wanted.slopes or wanted.factor or norm is not None:
         tile = config.queries
-        table = tables(query, key, terms, tile.block_m, tile.block_n)
+        table = table_of(given, tile.block_m, tile.block_n)
         dq = new(query)
         dslopes = shares(query, cu_q, n, tile) if wanted.slopes else None
         dfactor = shares(query, cu_q, n, tile) if wanted.factor else None
@@ -58,9 +58,10 @@ def attention_backward(
         launch(backward_queries.plan, inputs, (dq, norm, dslopes, dfactor), n, tile, padded)
     if wanted.key or wanted.value:
         tile = config.keys
-        table = tables(query, key, terms, tile.block_n, tile.block_m, by_keys=True)
+        turned = given if terms.keep is None else (query, key, value, *tensors(query, key, terms, by_keys=True))
+        table = table_of(turned, tile.block_n, tile.block_m, by_keys=True)
         dk, dv = new(key), new(value)
-        launch(backward_keys.plan, (*given, dout, settled, delta, norm, table), (dk, dv), n, tile, padded)
+        launch(backward_keys.plan, (*turned, dout, settled, delta, norm, table), (dk, dv), n, tile, padded)
     if wanted.bias:
         dbias = bias_gradient((*given, dout, settled, delta, norm), n, config.queries, padded)
     return Gradients(

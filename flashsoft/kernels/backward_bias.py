@@ -13,33 +13,35 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tuning.attention import BIAS_PROGRAMS, TileConfig, columns
-from .attention_launch import Numbers, arguments
+from .attention_launch import Numbers, arguments, near
 from .attention_scores import kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
 from .heads import head_of, load_tile, only, plain_dot, score_dot, signed
 from .launch import Launch, Tensors, launch
-from .masking import seen, visible
+from .masking import seen_keys, visible
 from .softmax import weights
 
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "threshold", "padded", "batch", "share"])
 def attention_backward_bias_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    dout, settled,
     delta, norm, dbias,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, BATCH: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, NEAR: tl.constexpr, BATCH: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one share of dbias, float32 (shares, *sizes); `sizes` are those of the bias.
 
     BATCH, HEADS, ROWS, COLUMNS: which dimensions of the scores the bias has; `share`: tiles of scores of a program.
     """
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     row_tiles = tl.cdiv(Sq, BLOCK_M)
     column_tiles = tl.cdiv(Sk, BLOCK_N)
@@ -72,12 +74,12 @@ def attention_backward_bias_kernel(
             rows = row0 + tl.arange(0, BLOCK_M)
             j = column0 + tl.arange(0, BLOCK_N)
             r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-            loadable = seen(j, row0, last, terms, place)
+            loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
             there = rows < Sq
-            q = load_tile(head_of(query, q_strides, b, h, cu_q), row0, there, BLOCK_M, D, BLOCK_D)
-            k = load_tile(head_of(key, k_strides, b, h // group, cu_k), column0, loadable, BLOCK_N, D, BLOCK_D)
-            taken = visible(row0, column0, r, c, terms, place)
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
+            k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
+            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
+            if terms.query_ids is not None:
                 k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
             x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
             size = positive_scale(terms, place)
@@ -86,9 +88,11 @@ def attention_backward_bias_kernel(
             p = weights(x, tl.load(statistics_at(settled, place, padded, cu_q) + rows)[:, None], unit(size, terms))
             if norm is not None:
                 p *= tl.load(statistics_at(norm, place, padded, cu_q) + rows)[:, None]
-            do = load_tile(head_of(dout, dout_strides, b, h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
-            v = load_tile(head_of(value, v_strides, b, h // group, cu_k), column0, loadable, BLOCK_N, DV, BLOCK_DV)
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
+            v = load_tile(
+                head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV
+            )
+            if terms.query_ids is not None:
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
             dp = plain_dot(do, v, PRECISION)
             if terms.seed is not None:
@@ -113,7 +117,7 @@ def _plan(
     inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int, shares: int, share: int
 ) -> Launch:
     *given, dout, _, _, _ = inputs
-    query, _, value, _, bias = given[:5]
+    query, _, value, _, _, bias = given[:6]
     B, Hq, Sq, D = query.shape  # type: ignore[union-attr]
     Sk, DV = numbers.longest_k, value.shape[3]  # type: ignore[union-attr]
     sizes = tuple(bias.shape)  # type: ignore[union-attr]
@@ -122,8 +126,8 @@ def _plan(
     programs *= triton.cdiv(sizes[2], tile.block_m) * triton.cdiv(sizes[3], tile.block_n)
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=numbers.precision, NEGATE=numbers.negate, BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3],
-        num_warps=tile.num_warps,
+        PRECISION=numbers.precision, NEGATE=numbers.negate, NEAR=near(*given[:3], dout),
+        BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
     return Launch(attention_backward_bias_kernel, programs, args, options)
@@ -131,7 +135,7 @@ def _plan(
 
 def bias_gradient(inputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Tensor:
     """dbias, shaped as the bias, for the terms, dout and the statistics of rows and their norm."""
-    query, bias = inputs[0], inputs[4]
+    query, bias = inputs[0], inputs[5]
     B, Hq, Sq, _ = query.shape  # type: ignore[union-attr]
     sizes = bias.shape  # type: ignore[union-attr]
     grid = [(B, 1), (Hq, 1), (Sq, tile.block_m), (numbers.longest_k, tile.block_n)]

@@ -12,31 +12,33 @@ import triton
 import triton.language as tl
 
 from ..tuning.attention import TileConfig, columns
-from .attention_launch import Numbers, arguments, heads
+from .attention_launch import Numbers, arguments, heads, near
 from .attention_scores import kept_by_keys, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
 from .heads import dot_add, head_of, load_tile, only, plain_dot, scaled, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors
-from .masking import runs, seeing, visible
+from .masking import runs, seeing_queries, visible
 from .softmax import weights
 
 
 @triton.jit
 def _gather(
-    dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end, scale, ds_scale, terms, place,
+    dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end, gap_from, gap, scale, ds_scale,
+    terms, place,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles of [start, end) of one head to dk and dv of a key tile."""
+    """Adds query tiles of one head, taken as the forward takes keys, to dk and dv of a key tile."""
     BLOCK_N: tl.constexpr = k[0].shape[0]
-    for row0 in tl.range(start, end, BLOCK_M, num_stages=STAGES):
+    for position in tl.range(start, end, BLOCK_M, num_stages=STAGES):
+        row0 = position + tl.where(position >= gap_from, gap, 0)
         rows = row0 + tl.arange(0, BLOCK_M)
         r, c = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
         # queries beyond Sq load as zeros with no weight, so that a last tile needs no mask of its scores
         loadable = rows < place.Sq
         if EDGE:
-            loadable = seeing(rows, column0, tl.minimum(column0 + BLOCK_N, place.Sk) - 1, terms, place)
+            loadable = seeing_queries(row0, column0, terms, place, BLOCK_M, BLOCK_N)
         q = load_tile(q_head, row0, loadable, BLOCK_M, D, BLOCK_D)
         do = load_tile(do_head, row0, loadable, BLOCK_M, DV, BLOCK_DV)
         # one column, reduced: loaded once and spread through shared memory. Loaded plainly, these go to every thread of
@@ -45,8 +47,10 @@ def _gather(
         row_delta = tl.max(tl.load(delta_head + rows[:, None]), 1)
         if EDGE:
             # NaN in a key that no query sees would pass the weight 0 of padding
-            taken = visible(row0, column0, r, c, terms, place) & (rows < place.Sq)[None, :]
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            taken = (
+                visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=True) & (rows < place.Sq)[None, :]
+            )
+            if terms.query_ids is not None:
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 q = only(q, some)
                 do = only(do, some)
@@ -75,19 +79,21 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_keys_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    dout, settled,
     delta, norm, table, dk_out, dv_out,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dk_strides, dv_strides, padded,
     tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
-    LOWER_RIGHT: tl.constexpr,
+    NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -101,8 +107,8 @@ def attention_backward_keys_kernel(
         return
     j = column0 + tl.arange(0, BLOCK_N)
     used = j < place.Sk
-    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k), column0, used, BLOCK_N, D, BLOCK_D)
-    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k), column0, used, BLOCK_N, DV, BLOCK_DV)
+    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k, NEAR), column0, used, BLOCK_N, D, BLOCK_D)
+    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k, NEAR), column0, used, BLOCK_N, DV, BLOCK_DV)
     dk = zeros(BLOCK_N, BLOCK_D)
     dv = zeros(BLOCK_N, BLOCK_DV)
     # seen from a key the band is turned round
@@ -114,15 +120,14 @@ def attention_backward_keys_kernel(
         back_hi = -lo
     last = tl.minimum(column0 + BLOCK_N, place.Sk) - 1
     queries = tl.where(column0 < place.Sk, place.Sq, 0)
-    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
     for g in range(group):
         h = h_kv * group + g
         place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
         size = positive_scale(terms, place)
         head_scale = signed_scale(terms, place)
         k = signed(plain_k, head_scale, NEGATE)
-        q_head = head_of(query, q_strides, b, h, cu_q)
-        do_head = head_of(dout, dout_strides, b, h, cu_q)
+        q_head = head_of(query, q_strides, b, h, cu_q, NEAR)
+        do_head = head_of(dout, dout_strides, b, h, cu_q, NEAR)
         lse_head = statistics_at(settled, place, padded, cu_q)
         delta_head = statistics_at(delta, place, padded, cu_q)
         norm_head = norm
@@ -132,29 +137,28 @@ def attention_backward_keys_kernel(
         if table is not None:
             table_head = table + b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
         start, inside, edge, end = runs(
-            column0, last, queries, back_lo, back_hi, -place.shift, table_head, BLOCK_M, ALL_EDGES=ALL_EDGES,
+            column0, last, queries, back_lo, back_hi, -place.shift, table_head, BLOCK_M,
             TAIL_IS_EDGE=False,
         )  # fmt: skip
-        if (back_lo is not None) or (table is not None):
+        dk, dv = _gather(
+            dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, 0, 0, size,
+            head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+        )  # fmt: skip
+        if (lo is not None) or (hi is not None) or (table is not None):
+            gap = edge - inside
+            if (hi is None) and (table is None):
+                start = edge
+                inside = edge
+                gap = 0
             dk, dv = _gather(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, inside, size,
-                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
-            )  # fmt: skip
-        if not ALL_EDGES:
-            dk, dv = _gather(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, size,
-                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
-            )  # fmt: skip
-        if (back_hi is not None) or (keep is not None) or (table is not None):
-            dk, dv = _gather(
-                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, edge, end, size,
-                head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+                dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end - gap, inside, gap,
+                size, head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
             )  # fmt: skip
     if factor is None:
         dk = scaled(dk, scale)
     there = j < length
-    store_tile(head_of(dk_out, dk_strides, b, h_kv, cu_k), column0, there, only(dk, used), D)
-    store_tile(head_of(dv_out, dv_strides, b, h_kv, cu_k), column0, there, only(dv, used), DV)
+    store_tile(head_of(dk_out, dk_strides, b, h_kv, cu_k, NEAR), column0, there, only(dk, used), D)
+    store_tile(head_of(dv_out, dv_strides, b, h_kv, cu_k, NEAR), column0, there, only(dv, used), DV)
 
 
 def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:
@@ -166,9 +170,10 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
+        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
+        NEAR=near(*given[:3], dout, *outputs), LOWER_RIGHT=numbers.lower_right,
         **tile.launch_options(),
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)
-    total = tiles * heads(query, given[11]) // query.shape[1] * key.shape[1]  # type: ignore[arg-type, union-attr]
+    total = tiles * heads(query, given[12]) // query.shape[1] * key.shape[1]  # type: ignore[arg-type, union-attr]
     return Launch(attention_backward_keys_kernel, total, args, options)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tuning.attention import TileConfig, columns
-from .attention_launch import Numbers, arguments, heads
+from .attention_launch import Numbers, arguments, heads, near
 from .attention_scores import distance, kept, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
@@ -38,31 +38,32 @@ from .heads import (
     zeros,
 )
 from .launch import Launch, Tensors
-from .masking import runs, seen, visible
+from .masking import runs, seen_keys, visible
 from .softmax import weights
 
 
 @triton.jit
 def _gather(
-    dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, start, end, scale, terms, place,
+    dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, start, end, gap_from, gap, scale,
+    terms, place,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr, SUM_WEIGHTS: tl.constexpr,
     SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles of [start, end) to dq of a query tile, their weights to `total`, and ds * d to `slope_sum`."""
+    """Adds key tiles, as in the forward, to dq of a query tile, their weights to `total`, ds * d to `slope_sum`."""
     BLOCK_M: tl.constexpr = q[0].shape[0]
-    for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+    for position in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        column0 = position + tl.where(position >= gap_from, gap, 0)
         rows = row0 + tl.arange(0, BLOCK_M)
-        j = column0 + tl.arange(0, BLOCK_N)
         r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
         if EDGE:
-            loadable = seen(j, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
+            loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
         k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         if EDGE:
-            taken = visible(row0, column0, r, c, terms, place)
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
+            if terms.query_ids is not None:
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 k = only(k, some)
                 v = only(v, some)
@@ -91,21 +92,23 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_queries_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, dout, settled,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    dout, settled,
     delta, table, dq_out, norm, dslopes, dfactor,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dq_strides, padded, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
-    LOWER_RIGHT: tl.constexpr,
+    NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries; unless None, 1 / (the sum of each row's weights) in `norm`, and a program's share of sums.
 
     `norm` begins as ones, `dslopes` and `dfactor` as zeros.
     """
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     tile = tiles - 1 - pid % tiles
@@ -114,14 +117,14 @@ def attention_backward_queries_kernel(
     if row0 >= place.Sq:
         return
     b, h = place.b, place.h
-    k_head = head_of(key, k_strides, b, h // group, cu_k)
-    v_head = head_of(value, v_strides, b, h // group, cu_k)
+    k_head = head_of(key, k_strides, b, h // group, cu_k, NEAR)
+    v_head = head_of(value, v_strides, b, h // group, cu_k, NEAR)
     rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
     head_scale = signed_scale(terms, place)
-    q = load_tile(head_of(query, q_strides, b, h, cu_q), row0, there, BLOCK_M, D, BLOCK_D)
+    q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
     q = signed(q, head_scale, NEGATE)
-    do = load_tile(head_of(dout, dout_strides, b, h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
+    do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
     size = positive_scale(terms, place)
     row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
     row_delta = tl.load(statistics_at(delta, place, padded, cu_q) + rows)
@@ -133,25 +136,20 @@ def attention_backward_queries_kernel(
     last = tl.minimum(row0 + BLOCK_M, place.Sq) - 1
     if table is not None:
         table += b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
-    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
-    start, inside, edge, end = runs(
-        row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, ALL_EDGES=ALL_EDGES, TAIL_IS_EDGE=True
-    )
-    if (lo is not None) or (table is not None):
-        dq, total, slope_sum = _gather(
-            dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, start, inside, size, terms, place,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True, SUM_WEIGHTS=norm is not None,
-            SLOPES=dslopes is not None,
-        )  # fmt: skip
-    if not ALL_EDGES:
-        dq, total, slope_sum = _gather(
-            dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, inside, edge, size, terms, place,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False, SUM_WEIGHTS=norm is not None,
-            SLOPES=dslopes is not None,
-        )  # fmt: skip
+    start, inside, edge, end = runs(row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, TAIL_IS_EDGE=True)
     dq, total, slope_sum = _gather(
-        dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, edge, end, size, terms, place,
-        D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True, SUM_WEIGHTS=norm is not None,
+        dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, inside, edge, 0, 0, size, terms, place,
+        D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False, SUM_WEIGHTS=norm is not None,
+        SLOPES=dslopes is not None,
+    )  # fmt: skip
+    gap = edge - inside
+    if (lo is None) and (table is None):
+        start = edge
+        inside = edge
+        gap = 0
+    dq, total, slope_sum = _gather(
+        dq, total, slope_sum, q, do, row_lse, row_delta, k_head, v_head, row0, start, end - gap, inside, gap, size,
+        terms, place, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True, SUM_WEIGHTS=norm is not None,
         SLOPES=dslopes is not None,
     )  # fmt: skip
     if norm is not None:
@@ -165,7 +163,7 @@ def attention_backward_queries_kernel(
         # q was negated with the scale
         share = tl.sum(row_products(dq, q), 0)
         tl.store(dfactor + pid, share * tl.where(head_scale < 0.0, -scale, scale))
-    store_tile(head_of(dq_out, dq_strides, b, h, cu_q), row0, there, scaled(dq, head_scale), D)
+    store_tile(head_of(dq_out, dq_strides, b, h, cu_q, NEAR), row0, there, scaled(dq, head_scale), D)
 
 
 def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:
@@ -177,11 +175,12 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
+        STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
+        NEAR=near(*given[:3], dout, outputs[0]), LOWER_RIGHT=numbers.lower_right,
         **tile.launch_options(),
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)
-    return Launch(attention_backward_queries_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]
+    return Launch(attention_backward_queries_kernel, tiles * heads(query, given[12]), args, options)  # type: ignore[arg-type]
 
 
 def shares(query: Tensor, cu_q: Tensor | None, numbers: Numbers, tile: TileConfig) -> Tensor:

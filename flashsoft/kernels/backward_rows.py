@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tuning.attention import PREPARE_ROWS, ROW_PADDING, columns
-from .attention_launch import Numbers, heads
+from .attention_launch import Numbers, heads, near
 from .attention_terms import place_of
 from .heads import head_of, load_tile, row_products
 from .launch import Launch, Tensors, launch
@@ -33,7 +33,7 @@ def statistics_at(pointer, place, padded, cu_q):
 @triton.jit(do_not_specialize=["Sq", "Hq", "padded", "tiles"])
 def attention_prepare_kernel(
     out, dout, dlse, lse, sink, cu_q, settled, delta, dsink, out_strides, dout_strides, dlse_strides, Sq, Hq, padded,
-    tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Per query: the settled lse, and delta = row(out * dout) - dlse. Per program, what its rows give to dsink.
 
@@ -46,8 +46,8 @@ def attention_prepare_kernel(
     if row0 >= tl.cdiv(place.Sq, PADDING) * PADDING:
         return
     there = rows < place.Sq
-    o = load_tile(head_of(out, out_strides, place.b, place.h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
-    do = load_tile(head_of(dout, dout_strides, place.b, place.h, cu_q), row0, there, BLOCK_M, DV, BLOCK_DV)
+    o = load_tile(head_of(out, out_strides, place.b, place.h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
+    do = load_tile(head_of(dout, dout_strides, place.b, place.h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
     row_delta = row_products(o, do)  # a row that sees nothing, all 0, takes nothing from NaN in its gradient
     start = 0 if cu_q is None else tl.load(cu_q + place.b)
     if dlse is not None:
@@ -69,7 +69,7 @@ def _plan(inputs: Tensors, outputs: Tensors, padded: int, tiles: int) -> Launch:
     out, dout, dlse, _, _, cu_q = inputs
     _, Hq, Sq, Dv = out.shape  # type: ignore[union-attr]
     strides = [None if x is None else x.stride() for x in (out, dout, dlse)]
-    options = dict(DV=Dv, BLOCK_M=PREPARE_ROWS, BLOCK_DV=columns(Dv), num_warps=4)
+    options = dict(DV=Dv, BLOCK_M=PREPARE_ROWS, BLOCK_DV=columns(Dv), NEAR=near(out, dout), num_warps=4)
     total = tiles * heads(out, cu_q)  # type: ignore[arg-type]
     return Launch(attention_prepare_kernel, total, (*strides, Sq, Hq, padded, tiles), options)
 

@@ -19,39 +19,39 @@ import triton.language as tl
 
 from ..reference.attention import empty_output
 from ..terms import Terms as Given
-from ..tuning.attention import columns, forward_config
-from .attention_launch import Numbers, arguments, heads, numbers, tables, tensors
+from ..tuning.attention import TileConfig, columns, forward_config
+from .attention_launch import Numbers, arguments, heads, masked, near, numbers, table_of, tensors
 from .attention_scores import kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors, launch
-from .masking import runs, seen, visible
+from .masking import runs, seen_keys, visible
 from .softmax import LN2, LOG2E, finish, start_from, update_folded
 
 
 @triton.jit
 def _attend(
-    m, s, acc, q, k_head, v_head, row0, start, end, scale, terms, place,
+    m, s, acc, q, k_head, v_head, row0, start, end, gap_from, gap, scale, terms, place,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Takes the key tiles of [start, end) into the state; EDGE tiles are masked."""
+    """Takes the key tiles of [start, end), from `gap_from` on moved by `gap`, into the state; EDGE tiles are masked."""
     BLOCK_M: tl.constexpr = q[0].shape[0]
-    for column0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+    for position in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        column0 = position + tl.where(position >= gap_from, gap, 0)
         rows = row0 + tl.arange(0, BLOCK_M)
-        columns = column0 + tl.arange(0, BLOCK_N)
         r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
         if EDGE:
-            loadable = seen(columns, row0, tl.minimum(row0 + BLOCK_M, place.Sq) - 1, terms, place)
+            loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
         k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
         x = score_dot(q, k, PRECISION)
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         x = scores(x, row0, column0, r, c, scale, terms, place)
         if EDGE:
-            taken = visible(row0, column0, r, c, terms, place)
+            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
             x = tl.where(taken, x, float("-inf"))
-            if (terms.keep is not None) or (terms.query_ids is not None):
+            if terms.query_ids is not None:
                 v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
         m, s, alpha, p = update_folded(m, s, x, unit(scale, terms))
         if terms.seed is not None:
@@ -62,17 +62,19 @@ def _attend(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold"])
 def attention_forward_kernel(
-    query, key, value, keep, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed, table, out, lse,
-    q_strides, k_strides, v_strides, keep_strides, bias_strides, slopes_strides, ids_strides, table_strides,
+    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    table, out, lse,
+    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
-    LOWER_RIGHT: tl.constexpr,
+    NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
     terms = Terms(
-        keep, keep_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids, key_ids, ids_strides, seed,
-        scale, softcap, threshold, dropout_scale, lo, hi,
+        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     # the last rows see most under a causal mask: they start first, and the tiles of a head run side by side
@@ -82,11 +84,11 @@ def attention_forward_kernel(
     if row0 >= place.Sq:
         return
     b, h = place.b, place.h
-    k_head = head_of(key, k_strides, b, h // group, cu_k)
-    v_head = head_of(value, v_strides, b, h // group, cu_k)
+    k_head = head_of(key, k_strides, b, h // group, cu_k, NEAR)
+    v_head = head_of(value, v_strides, b, h // group, cu_k, NEAR)
     rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
-    q = load_tile(head_of(query, q_strides, b, h, cu_q), row0, there, BLOCK_M, D, BLOCK_D)
+    q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
     q = signed(q, signed_scale(terms, place), NEGATE)
     size = positive_scale(terms, place)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -97,45 +99,42 @@ def attention_forward_kernel(
     last = tl.minimum(row0 + BLOCK_M, place.Sq) - 1
     if table is not None:
         table += b.to(tl.int64) * table_strides[0] + h.to(tl.int64) * table_strides[1] + tile * 4
-    ALL_EDGES: tl.constexpr = (keep is not None) and (table is None)
-    start, inside, edge, end = runs(
-        row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, ALL_EDGES=ALL_EDGES, TAIL_IS_EDGE=True
-    )
-    if (lo is not None) or (table is not None):
-        m, s, acc = _attend(
-            m, s, acc, q, k_head, v_head, row0, start, inside, size, terms, place,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
-        )  # fmt: skip
-    if not ALL_EDGES:
-        m, s, acc = _attend(
-            m, s, acc, q, k_head, v_head, row0, inside, edge, size, terms, place,
-            D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
-        )  # fmt: skip
+    start, inside, edge, end = runs(row0, last, place.Sk, lo, hi, place.shift, table, BLOCK_N, TAIL_IS_EDGE=True)
     m, s, acc = _attend(
-        m, s, acc, q, k_head, v_head, row0, edge, end, size, terms, place,
+        m, s, acc, q, k_head, v_head, row0, inside, edge, 0, 0, size, terms, place,
+        D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+    )  # fmt: skip
+    # both edges in one loop, since states may be merged in any order: two would spill
+    gap = edge - inside
+    if (lo is None) and (table is None):
+        start = edge
+        inside = edge
+        gap = 0
+    m, s, acc = _attend(
+        m, s, acc, q, k_head, v_head, row0, start, end - gap, inside, gap, size, terms, place,
         D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
     )  # fmt: skip
     inverse, row_lse = finish(m, s, LN2)
     if seed is not None:
         inverse *= dropout_scale
-    store_tile(head_of(out, out_strides, b, h, cu_q), row0, there, scaled_rows(acc, inverse), DV)
+    store_tile(head_of(out, out_strides, b, h, cu_q, NEAR), row0, there, scaled_rows(acc, inverse), DV)
     lse_head = lse + (place.stream.to(tl.int64) * Sq if cu_q is None else h.to(tl.int64) * Sq + tl.load(cu_q + b))
     tl.store(lse_head + rows, row_lse, mask=there)
 
 
-def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Launch:
+def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, config: TileConfig) -> Launch:
     *given, table = inputs
     query, _, value = given[:3]
-    config = forward_config(query, value.shape[3])  # type: ignore[arg-type, union-attr]
     tiles = triton.cdiv(numbers.longest_q, config.block_m)
     args = (*arguments(given, table, numbers), outputs[0].stride(), tiles)  # type: ignore[union-attr]
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        STAGES=config.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate, LOWER_RIGHT=numbers.lower_right,
+        STAGES=config.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
+        NEAR=near(*given[:3], outputs[0]), LOWER_RIGHT=numbers.lower_right,
         **config.launch_options(),
     )  # fmt: skip
-    return Launch(attention_forward_kernel, tiles * heads(query, given[11]), args, options)  # type: ignore[arg-type]
+    return Launch(attention_forward_kernel, tiles * heads(query, given[12]), args, options)  # type: ignore[arg-type]
 
 
 def attention_forward(
@@ -149,8 +148,8 @@ def attention_forward(
         out.zero_()
         lse.fill_(float("-inf"))
     if lse.numel() > 0:
-        config = forward_config(query, value.shape[3])
-        table = tables(query, key, terms, config.block_m, config.block_n)
-        given = (query, key, value, *tensors(terms), table)
-        launch(_plan, given, (out, lse), numbers(query, key, terms))
+        config = forward_config(query, value.shape[3], masked(terms))
+        given = (query, key, value, *tensors(query, key, terms))
+        table = table_of(given, config.block_m, config.block_n)
+        launch(_plan, (*given, table), (out, lse), numbers(query, key, terms), config)
     return out, lse

@@ -16,20 +16,25 @@ import triton.language as tl
 
 
 class Head(NamedTuple):
-    """The first row of a head, and the strides of its tensor."""
+    """The first element of a head, and its strides; what these are multiplied by has their width."""
 
     pointer: Any
-    strides: Any
+    row_stride: Any
+    column_stride: Any
 
 
 @triton.jit
-def head_of(pointer, strides, b, h, starts):
-    """Head h of batch entry, or packed sequence, b."""
+def head_of(pointer, strides, b, h, starts, NEAR: tl.constexpr):
+    """Head h of batch entry, or packed sequence, b. NEAR: no element of a head is 2^31 or more from its first."""
+    pointer += h.to(tl.int64) * strides[1]
     if starts is None:
-        return Head(pointer + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1], strides)
+        pointer += b.to(tl.int64) * strides[0]
     else:
-        start = tl.load(starts + b).to(tl.int64)
-        return Head(pointer + start * strides[2] + h.to(tl.int64) * strides[1], strides)
+        pointer += tl.load(starts + b).to(tl.int64) * strides[2]
+    if NEAR:
+        return Head(pointer, strides[2], strides[3])
+    else:
+        return Head(pointer, tl.cast(strides[2], tl.int64), tl.cast(strides[3], tl.int64))
 
 
 @triton.jit
@@ -39,8 +44,8 @@ def _block(head, row0, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.conste
     Rows are added up before they are multiplied: offsets that stay the same in a loop over tiles, kept outside it, save
     a few instructions and have ptxas 12.8 run the products around them one by one (its warning C7515).
     """
-    columns = (tl.arange(0, WIDTH) + FIRST).to(tl.int64) * head.strides[3]
-    return head.pointer + tl.cast(row0 + tl.arange(0, ROWS), tl.int64)[:, None] * head.strides[2] + columns[None, :]
+    rows, columns = row0 + tl.arange(0, ROWS), tl.arange(0, WIDTH) + FIRST
+    return head.pointer + (rows[:, None] * head.row_stride + columns[None, :] * head.column_stride)
 
 
 @triton.jit

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_terms import tile_of
+from .attention_terms import at_head
+from .mask_bits import bits_of, seen_of
 
 
 @triton.jit
@@ -19,14 +20,11 @@ def _ceil_to(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def runs(
-    first, last, size, lo, hi, shift, table, BLOCK: tl.constexpr, ALL_EDGES: tl.constexpr, TAIL_IS_EDGE: tl.constexpr
-):  # fmt: skip
+def runs(first, last, size, lo, hi, shift, table, BLOCK: tl.constexpr, TAIL_IS_EDGE: tl.constexpr):
     """start, inside, edge, end of the tiles along the other axis that positions first..last can see.
 
     Tiles start at multiples of BLOCK: [start, inside) and [edge, end) are edges, [inside, edge) lies wholly inside
-    the band and, if TAIL_IS_EDGE, below `size`. `table` points to the same four of what else masks, or is None; with
-    ALL_EDGES (a mask without a table) there is no inside.
+    the band and, if TAIL_IS_EDGE, below `size`. `table` points to the same four of what else masks, or is None.
     """
     start = 0
     inside = 0
@@ -43,43 +41,49 @@ def runs(
         inside = tl.maximum(inside, tl.load(table + 1))
         edge = tl.minimum(edge, tl.load(table + 2))
         end = tl.minimum(end, tl.load(table + 3))
-    if ALL_EDGES:
-        inside = start
-        edge = start
-    else:
-        inside = tl.minimum(inside, _ceil_to(end, BLOCK))
-        edge = tl.maximum(edge, inside)
+    inside = tl.minimum(inside, _ceil_to(end, BLOCK))
+    edge = tl.maximum(edge, inside)
     return start, inside, edge, end
 
 
 @triton.jit
-def seen(j, i_first, i_last, terms, place):
-    """True for the keys j that any of the queries i_first..i_last sees through the band: what a tile may load."""
+def seen_keys(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_N,): which keys a tile of queries may load: those that one of them sees, or of 32 around them."""
+    j = column0 + tl.arange(0, BLOCK_N)
     keep = j < place.Sk
     if terms.lo is not None:
-        keep = keep & (j >= i_first + terms.lo + place.shift)
+        keep = keep & (j >= row0 + terms.lo + place.shift)
     if terms.hi is not None:
-        keep = keep & (j <= i_last + terms.hi + place.shift)
+        keep = keep & (j <= tl.minimum(row0 + BLOCK_M, place.Sq) - 1 + terms.hi + place.shift)
+    if terms.seen is not None:
+        seen = at_head(terms.seen, terms.seen_strides, place)
+        keep = keep & seen_of(seen, terms.seen_strides, row0, column0, place.Sq, place.Sk, BLOCK_M, BLOCK_N)
     return keep
 
 
 @triton.jit
-def seeing(i, j_first, j_last, terms, place):
-    """True for the queries i that see any of the keys j_first..j_last through the band."""
+def seeing_queries(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M,): which queries a tile of keys may load, in the same way."""
+    i = row0 + tl.arange(0, BLOCK_M)
     keep = i < place.Sq
     if terms.hi is not None:
-        keep = keep & (i >= j_first - terms.hi - place.shift)
+        keep = keep & (i >= column0 - terms.hi - place.shift)
     if terms.lo is not None:
-        keep = keep & (i <= j_last - terms.lo - place.shift)
+        keep = keep & (i <= tl.minimum(column0 + BLOCK_N, place.Sk) - 1 - terms.lo - place.shift)
+    if terms.seen is not None:
+        seen = at_head(terms.seen, terms.seen_strides, place)
+        keep = keep & seen_of(seen, terms.seen_strides, column0, row0, place.Sk, place.Sq, BLOCK_N, BLOCK_M)
     return keep
 
 
 @triton.jit
-def visible(row0, column0, rows, columns, terms, place):
+def visible(
+    row0, column0, rows, columns, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr
+):  # fmt: skip
     """The boolean tile of queries row0 + rows against keys column0 + columns, shaped by how the two broadcast.
 
-    Queries beyond Sq are as others. No expression of rows and columns alone stands here: it would be a tile of
-    registers held through the loop.
+    Queries beyond Sq are as others, but for a boolean tensor. BY_KEYS: its words lie along queries. No expression of
+    rows and columns alone stands here: it would be a tile of registers held through the loop.
     """
     last = place.Sk - 1 - column0
     if terms.hi is not None:
@@ -93,8 +97,11 @@ def visible(row0, column0, rows, columns, terms, place):
         other = terms.key_ids + b * terms.ids_strides[2] + tl.cast(column0 + columns, tl.int64) * terms.ids_strides[3]
         own_id = tl.load(own, mask=rows < place.Sq - row0, other=0)
         inside = inside & (own_id == tl.load(other, mask=columns < place.Sk - column0, other=0))
-    if terms.keep is not None:
-        pointers = tile_of(terms.keep, terms.keep_strides, place, row0, column0, rows, columns)
-        there = (rows < place.Sq - row0) & (columns < place.Sk - column0)
-        inside = inside & (tl.load(pointers, mask=there, other=0) != 0)
+    if terms.words is not None:
+        words = at_head(terms.words, terms.words_strides, place)
+        if BY_KEYS:
+            kept = bits_of(words, terms.words_strides, column0, row0, place.Sk, place.Sq, BLOCK_N, BLOCK_M)
+        else:
+            kept = bits_of(words, terms.words_strides, row0, column0, place.Sq, place.Sk, BLOCK_M, BLOCK_N)
+        inside = inside & kept
     return inside

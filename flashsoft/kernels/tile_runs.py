@@ -7,7 +7,7 @@ For each tile of one axis (of queries, or of keys) one program goes along the ot
 
 so that tiles outside [start, end) are skipped, those of [inside, edge) are computed without a mask, and the others with
 it. Segments are judged by the least and the largest id of a tile: for documents one after another that is exact, in any
-other order it only masks more than needed. 16 bytes a tile are written, and each mask is read once.
+other order it only masks more than needed. 16 bytes a tile are written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, Tensors, launch
+from .mask_bits import WORD
 
 MOST: tl.constexpr = tl.constexpr(9223372036854775807)
 
@@ -33,10 +34,10 @@ def _id_range(ids, stride, at, size):
 
 @triton.jit(do_not_specialize=["own_size", "size", "tiles", "heads"])
 def tile_runs_kernel(
-    keep, own_ids, other_ids, table, keep_strides, own_strides, other_strides, own_size, size, tiles, heads,
-    OWN: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAIL_IS_EDGE: tl.constexpr,
+    words, own_ids, other_ids, table, words_strides, own_strides, other_strides, own_size, size, tiles, heads,
+    OWN: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, TAIL_IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The runs of one tile of OWN positions over tiles of STEP; of `keep`, ROWS x COLUMNS of each tile are read."""
+    """The runs of one tile of OWN positions over tiles of STEP, of which `words` have ROWS rows and WORDS words."""
     pid = tl.program_id(0)
     tile = pid % tiles
     h = (pid // tiles % heads).to(tl.int64)
@@ -49,7 +50,7 @@ def tile_runs_kernel(
     edge = size
     end = 0
     for position in range(0, size, STEP):
-        seen = True
+        seen = position >= 0
         full = position >= 0
         if TAIL_IS_EDGE:
             full = position + STEP <= size
@@ -58,24 +59,29 @@ def tile_runs_kernel(
             least, most = _id_range(other_ids + b * other_strides[0], other_strides[1], along, size)
             seen = (own_least <= most) & (least <= own_most)
             full = full & (own_least == most) & (least == own_most)
-        if keep is not None:
+        if words is not None:
             rows = tile * OWN + tl.arange(0, ROWS)[:, None]
-            columns = position + tl.arange(0, COLUMNS)[None, :]
-            there = (rows < own_size) & (columns < size)
-            pointers = keep + b * keep_strides[0] + h * keep_strides[1]
-            pointers += rows.to(tl.int64) * keep_strides[2] + columns.to(tl.int64) * keep_strides[3]
-            kept = tl.load(pointers, mask=there, other=0)
-            seen = seen & (tl.max(tl.max(kept, 1), 0) != 0)
-            full = full & (tl.min(tl.min(tl.where(there, kept, 1), 1), 0) != 0)
+            numbers = position // WORD + tl.arange(0, WORDS)[None, :]
+            there = (rows < own_size) & (numbers * WORD < size)
+            pointers = words + b * words_strides[0] + h * words_strides[1]
+            pointers += numbers.to(tl.int64) * words_strides[2] + rows.to(tl.int64) * words_strides[3]
+            word = tl.load(pointers, mask=there, other=0)
+            if STEP < WORD:  # its part of the word
+                word = (word >> (position % WORD)) & ((1 << STEP) - 1)
+                whole: tl.constexpr = (1 << STEP) - 1
+            else:
+                whole: tl.constexpr = -1
+            seen = seen & (tl.max(tl.max((word != 0).to(tl.int32), 1), 0) != 0)
+            full = full & (tl.min(tl.min(tl.where(there, word == whole, True).to(tl.int32), 1), 0) != 0)
         start = tl.where(seen, tl.minimum(start, position), start)
         end = tl.where(seen, position + STEP, end)
         edge = tl.where((inside < size) & (edge == size) & (full == 0), position, edge)
         inside = tl.where((inside == size) & full, position, inside)
     end = tl.minimum(end, size)
     # without a whole tile, or past one that reaches the end
-    whole = inside < size
-    inside = tl.where(whole, inside, end)
-    edge = tl.where(whole, tl.where(edge == size, tl.cdiv(size, STEP) * STEP, edge), end)
+    found = inside < size
+    inside = tl.where(found, inside, end)
+    edge = tl.where(found, tl.where(edge == size, tl.cdiv(size, STEP) * STEP, edge), end)
     out = table + pid.to(tl.int64) * 4
     tl.store(out, start)
     tl.store(out + 1, tl.cdiv(inside, STEP) * STEP)
@@ -84,18 +90,13 @@ def tile_runs_kernel(
 
 
 def _plan(inputs: Tensors, outputs: Tensors, sizes: tuple[int, ...], own: int, step: int, by_keys: bool) -> Launch:
-    keep, own_ids, other_ids = inputs
+    words, own_ids, other_ids = inputs
     batch, heads, own_size, size = sizes
     tiles = triton.cdiv(own_size, own)
-    args = (
-        None if keep is None else broadcast_strides(keep),
-        None if own_ids is None else broadcast_strides(own_ids),
-        None if other_ids is None else broadcast_strides(other_ids),
-        own_size, size, tiles, heads,
-    )  # fmt: skip
-    rows, columns = (own, step) if keep is None else (own if keep.shape[2] > 1 else 1, step if keep.shape[3] > 1 else 1)
-    options = dict(OWN=own, STEP=step, ROWS=rows, COLUMNS=columns, TAIL_IS_EDGE=not by_keys, num_warps=4)
-    return Launch(tile_runs_kernel, batch * heads * tiles, args, options)
+    strides = (None if x is None else broadcast_strides(x) for x in (words, own_ids, other_ids))
+    rows = own if words is not None and words.shape[3] > 1 else 1
+    options = dict(OWN=own, STEP=step, ROWS=rows, WORDS=max(1, step // 32), TAIL_IS_EDGE=not by_keys, num_warps=4)
+    return Launch(tile_runs_kernel, batch * heads * tiles, (*strides, own_size, size, tiles, heads), options)
 
 
 def broadcast_strides(x: Tensor) -> tuple[int, ...]:
@@ -104,7 +105,7 @@ def broadcast_strides(x: Tensor) -> tuple[int, ...]:
 
 
 def tile_runs(
-    keep: Tensor | None,
+    words: Tensor | None,
     query_ids: Tensor | None,
     key_ids: Tensor | None,
     Sq: int,
@@ -113,21 +114,16 @@ def tile_runs(
     step: int,
     *,
     by_keys: bool,
-) -> Tensor | None:
-    """(B or 1, Hq or 1, tiles, 4) int32 for tiles of `own` queries over tiles of `step` keys, or by_keys the other way.
+) -> Tensor:
+    """(B or 1, H or 1, tiles, 4) int32 for tiles of `own` queries over tiles of `step` keys, or by_keys the other way.
 
-    None where a mask is as large as the scores: reading it twice would cost more than it saves.
+    words: `mask_bits` along the same axis, or None.
     """
-    worth = query_ids is not None or (keep is not None and (keep.shape[1] == 1 or keep.shape[2] == 1))
-    if not worth:
-        return None
     own_ids, other_ids = (key_ids, query_ids) if by_keys else (query_ids, key_ids)
     own_size, size = (Sk, Sq) if by_keys else (Sq, Sk)
-    if keep is not None and by_keys:
-        keep = keep.mT
-    given = [x for x in (keep, own_ids, other_ids) if x is not None]
+    given = [x for x in (words, own_ids, other_ids) if x is not None]
     batch = max(x.shape[0] for x in given)
-    heads = 1 if keep is None else keep.shape[1]
+    heads = 1 if words is None else words.shape[1]
     table = given[0].new_empty(batch, heads, triton.cdiv(own_size, own), 4, dtype=torch.int32)
-    launch(_plan, (keep, own_ids, other_ids), (table,), (batch, heads, own_size, size), own, step, by_keys)
+    launch(_plan, (words, own_ids, other_ids), (table,), (batch, heads, own_size, size), own, step, by_keys)
     return table

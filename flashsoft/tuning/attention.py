@@ -57,12 +57,12 @@ class Ladders:
 # (bytes an element, width of a head: the larger of its padded key and value sizes) -> ladders
 HOPPER: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
-        forward=(TileConfig(128, 64, 8, 3),),
+        forward=(TileConfig(64, 64, 4, 3, registers=128),),
         keys=(TileConfig(64, 64, 4, 3),),
-        queries=(TileConfig(128, 64, 8, 3),),
+        queries=(TileConfig(128, 64, 8, 3, registers=128),),
     ),
     (2, 128): Ladders(
-        forward=(TileConfig(128, 64, 8, 3),),
+        forward=(TileConfig(64, 64, 4, 3),),
         keys=(TileConfig(64, 128, 8, 3),),
         queries=(TileConfig(128, 64, 8, 3),),
     ),
@@ -75,6 +75,24 @@ HOPPER: dict[tuple[int, int], Ladders] = {
         forward=(TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 1)),
         keys=(TileConfig(32, 32, 8, 1),),
         queries=(TileConfig(32, 32, 8, 1),),
+    ),
+}
+# the same with a mask, a bias, a softcap or dropout, for which a tile of scores takes more registers
+HOPPER_MASKED: dict[tuple[int, int], Ladders] = {
+    (2, 64): Ladders(
+        forward=(TileConfig(64, 64, 4, 2),),
+        keys=(TileConfig(32, 64, 4, 2),),
+        queries=(TileConfig(64, 64, 4, 2),),
+    ),
+    (2, 128): Ladders(
+        forward=(TileConfig(64, 64, 8, 2),),
+        keys=(TileConfig(64, 64, 8, 2),),
+        queries=(TileConfig(64, 64, 8, 2),),
+    ),
+    (2, 256): Ladders(
+        forward=(TileConfig(64, 32, 8, 2),),
+        keys=(TileConfig(32, 32, 8, 1),),
+        queries=(TileConfig(64, 32, 8, 1),),
     ),
 }
 PORTABLE: dict[tuple[int, int], Ladders] = {
@@ -186,25 +204,26 @@ def device(index: int) -> Device:
     return Device(target.backend == "cuda" and target.arch // 10 == 9, limit)
 
 
-def forward_config(query: torch.Tensor, Dv: int) -> TileConfig:
-    """The tile of the forward kernel."""
+def forward_config(query: torch.Tensor, Dv: int, masked: bool) -> TileConfig:
+    """The tile of the forward kernel; `masked` if more than a band and a scale makes the scores."""
     if triton.knobs.runtime.interpret:
         return INTERPRETED
-    return _choose(query.shape[3], Dv, query.itemsize, device(query.device.index or 0))[0]
+    return _choose(query.shape[3], Dv, query.itemsize, masked, device(query.device.index or 0))[0]
 
 
-def backward_config(query: torch.Tensor, Dv: int) -> BackwardConfig:
+def backward_config(query: torch.Tensor, Dv: int, masked: bool) -> BackwardConfig:
     """The tiles of the backward kernels."""
     if triton.knobs.runtime.interpret:
         return BackwardConfig(INTERPRETED, INTERPRETED)
-    return _choose(query.shape[3], Dv, query.itemsize, device(query.device.index or 0))[1]
+    return _choose(query.shape[3], Dv, query.itemsize, masked, device(query.device.index or 0))[1]
 
 
 @functools.cache
-def _choose(D: int, Dv: int, itemsize: int, target: Device) -> tuple[TileConfig, BackwardConfig]:
+def _choose(D: int, Dv: int, itemsize: int, masked: bool, target: Device) -> tuple[TileConfig, BackwardConfig]:
     key = (itemsize, min(512, max(64, int(triton.next_power_of_2(max(D, Dv))))))
     row_bytes = (padded(D) + padded(Dv)) * itemsize
-    ladders = HOPPER[key] if target.hopper and key in HOPPER else PORTABLE[key]
+    own = {**HOPPER, **HOPPER_MASKED} if masked else HOPPER
+    ladders = own[key] if target.hopper and key in own else PORTABLE[key]
 
     def first(ladder: Ladder, owned: tuple[str, float], streamed: tuple[str, float]) -> TileConfig:
         """The first rung that fits, or the last, for so many times the rows of each kind."""
