@@ -200,10 +200,9 @@ def test_everything_public_has_a_docstring_with_an_example() -> None:
     for name in flashsoft.__all__:
         public = getattr(flashsoft, name)
         assert public.__doc__, f"{name} has no docstring"
-    losses = ("fused_cross_entropy", "fused_linear_cross_entropy")
-    for name in (*losses, "attention", "explain", "fused_softmax", "log_softmax", "logsumexp", "merge", "softmax"):
+    without = ("BackendUnavailableError", "Window")  # Window's is with Causal
+    for name in set(flashsoft.__all__) - set(without):
         assert ">>>" in getattr(flashsoft, name).__doc__, f"{name} has no example"
-    assert ">>>" in flashsoft.scaled_dot_product_attention.__doc__
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

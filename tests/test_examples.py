@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What must be among its lines: a result, not only a start.
 SAYS = {
     "01_online_softmax": "merging it changes nothing: True",
@@ -34,16 +36,25 @@ def test_examples_are_numbered_and_short() -> None:
 def test_example_runs(path: Path) -> None:
     if path.stem == "09_transformers":
         pytest.importorskip("transformers")  # which .ci/run sees to
+    assert SAYS[path.stem] in run(str(path))
+
+
+def test_the_readmes_code_runs() -> None:
+    first, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    run("-c", first)
+
+
+def run(*what: str) -> str:
+    """What python prints of a script, on a CPU, where a warning is an error."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(path.parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
+        [sys.executable, "-W", "error", *what],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert SAYS[path.stem] in done.stdout
+    return done.stdout

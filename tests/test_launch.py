@@ -257,12 +257,10 @@ DRY_RUN = (
 from flashsoft.kernels import backward, forward, launch, logits, logits_backward
 from flashsoft.terms import Terms
 
-class Placed(torch.Tensor):
-    def get_device(self):
-        return 0
+torch.Tensor.get_device = lambda x: 0  # also of what is made between launches
 
 def on(*shape, dtype=torch.bfloat16):
-    return torch.zeros(*shape, dtype=dtype).as_subclass(Placed)
+    return torch.zeros(*shape, dtype=dtype)
 
 def same(a, b):
     a, b = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in (a, b))
