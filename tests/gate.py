@@ -64,6 +64,7 @@ class Kernel:
     shared: int
     registers: int = 0
     spilled: int = 0
+    serialized: bool = False  # matrix products run one by one, by the assembler's own warning
     opcodes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -345,6 +346,7 @@ def measure(case: str, kernel: Any, log: str) -> Kernel:
     report.registers = int(re.search(r"Used (\d+) registers", log)[1])
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     report.spilled = int(stores) + int(loads)
+    report.serialized = "instructions are serialized" in log
     if case.startswith("attention"):
         report.opcodes = opcodes(kernel.asm["cubin"])
     return report
