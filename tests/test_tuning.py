@@ -38,11 +38,12 @@ LIMITS = (99 * KIB, 163 * KIB, 227 * KIB)
 def test_a_tile_that_fits_is_chosen(D: int, Dv: int, itemsize: int, masked: bool, hopper: bool, limit: int) -> None:
     forward, backward = tuning._choose(D, Dv, itemsize, masked, tuning.Device(hopper, limit))
     row_bytes = (tuning.padded(D) + tuning.padded(Dv)) * itemsize
-    if itemsize == 4 and max(D, Dv) > 256 and limit < LIMITS[-1]:  # not even the smallest does: it is tried then
+    if itemsize == 4 and max(D, Dv) > 256 and limit == LIMITS[0]:  # not even the smallest does: it is tried then
         assert all((t.block_m, t.block_n, t.num_stages) == (16, 16, 1) for t in (backward.keys, backward.queries))
         return
     assert tuning.legal(forward, forward.block_m // 2, forward.block_n, row_bytes, limit)
-    more = 1.5 if itemsize == 4 else 1  # float32 scores are two products, of the halves of what is streamed
+    # float32 scores are two products, of the halves of what is streamed; wide rows in 16 bits are there twice as well
+    more = 1.5 if (itemsize == 4) == (max(D, Dv) <= 256) else 1
     keys, queries = backward.keys, backward.queries
     assert tuning.legal(keys, keys.block_n, int(more * keys.block_m), row_bytes, limit)
     assert tuning.legal(queries, queries.block_m, int(more * queries.block_n), row_bytes, limit)

@@ -29,12 +29,12 @@ from .heads import (
     load_tile,
     only,
     plain_dot,
-    row_products,
     scaled,
     scaled_rows,
     score_dot,
     signed,
     store_tile,
+    tile_products,
     zeros,
 )
 from .launch import Launch, Tensors
@@ -161,7 +161,7 @@ def attention_backward_queries_kernel(
         tl.store(dslopes + pid, -tl.sum(slope_sum, 0))
     if dfactor is not None:
         # q was negated with the scale
-        share = tl.sum(row_products(dq, q), 0)
+        share = tile_products(dq, q)
         tl.store(dfactor + pid, share * tl.where(head_scale < 0.0, -scale, scale))
     store_tile(head_of(dq_out, dq_strides, b, h, cu_q, NEAR), row0, there, scaled(dq, head_scale), D)
 

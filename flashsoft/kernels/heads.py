@@ -154,16 +154,29 @@ def signed(tile, scale, NEGATE: tl.constexpr):
 
 @triton.jit
 def _products(a, b):
-    return tl.sum(tl.where(a == 0.0, 0.0, a.to(tl.float32) * b.to(tl.float32)), 1)
+    """a * b in float32; where a is 0 it is 0, whatever stands in b."""
+    return tl.where(a == 0.0, 0.0, a.to(tl.float32) * b.to(tl.float32))
 
 
 @triton.jit
 def row_products(a, b):
-    """The sum of a * b (rows,) over both tiles' columns, in float32; a 0 in a is 0 whatever stands in b."""
-    if len(a) == 1:
-        return _products(a[0], b[0])
-    else:
-        return _products(a[0], b[0]) + _products(a[1], b[1])
+    """The sum of a * b (rows,) over both tiles' columns."""
+    total = tl.sum(_products(a[0], b[0]), 1)
+    if len(a) == 2:
+        total += tl.sum(_products(a[1], b[1]), 1)
+    return total
+
+
+@triton.jit
+def tile_products(a, b):
+    """The sum of a * b over all of both tiles. In one dimension: Triton 3.6 cannot reduce such a product by rows for
+    sm_100, where it comes from tensor memory."""
+    first = _products(a[0], b[0])
+    total = tl.sum(tl.reshape(first, (first.shape[0] * first.shape[1],)), 0)
+    if len(a) == 2:
+        second = _products(a[1], b[1])
+        total += tl.sum(tl.reshape(second, (second.shape[0] * second.shape[1],)), 0)
+    return total
 
 
 @triton.jit
@@ -171,9 +184,11 @@ def _dot(a, b, PRECISION: tl.constexpr):
     """a @ b.T over one block.
 
     In float32 one thread adds the products of a score one after the other, and what that rounds off is in every
-    weight: even and odd columns are summed apart. The fma keeps the compiler from chaining the two sums again.
+    weight: even and odd columns are summed apart, up to 256 of them, beyond which the copies would not fit shared
+    memory. The fma keeps the compiler from chaining the two sums again.
     """
-    if a.dtype == tl.float32 and a.shape[1] > 16:  # a dot takes 16 columns or more
+    # a dot takes 16 columns or more
+    if a.dtype == tl.float32 and a.shape[1] > 16 and a.shape[1] <= 256:
         HALF: tl.constexpr = a.shape[1] // 2
         a_even, a_odd = tl.split(tl.reshape(a, (a.shape[0], HALF, 2)))
         b_even, b_odd = tl.split(tl.reshape(b, (b.shape[0], HALF, 2)))

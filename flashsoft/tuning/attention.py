@@ -236,8 +236,9 @@ def _choose(D: int, Dv: int, itemsize: int, masked: bool, target: Device) -> tup
 
     # the forward kernel keeps queries only: half of what a row of both takes
     forward = first(ladders.forward, owned=("block_m", 0.5), streamed=("block_n", 1.0))
-    # a gradient's kernel has its streamed keys, or queries, a second time in float32: cut in two by score_dot
-    times = 1.5 if itemsize == 4 else 1.0
+    # a gradient's kernel has its streamed keys, or queries, a second time in float32, cut in two by score_dot, but for
+    # wide ones; and wide ones in 16 bits, as an operand of its own
+    times = 1.5 if (itemsize == 4) == (key[1] <= 256) else 1.0
     keys = first(ladders.keys, owned=("block_n", 1.0), streamed=("block_m", times))
     queries = first(ladders.queries, owned=("block_m", 1.0), streamed=("block_n", times))
     return forward, BackwardConfig(keys, queries)
