@@ -67,7 +67,7 @@ def tile_runs_kernel(
             pointers += numbers.to(tl.int64) * words_strides[2] + rows.to(tl.int64) * words_strides[3]
             word = tl.load(pointers, mask=there, other=0)
             if STEP < WORD:  # its part of the word
-                word = (word >> (position % WORD)) & ((1 << STEP) - 1)
+                word = (word >> (tl.cast(position, tl.int32) % WORD)) & ((1 << STEP) - 1)
                 whole: tl.constexpr = (1 << STEP) - 1
             else:
                 whole: tl.constexpr = -1
