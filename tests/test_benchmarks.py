@@ -51,6 +51,7 @@ def asked(**changed: object) -> argparse.Namespace:
         ("logits", 24, 1e-6, "eager"),
         ("cross_entropy", 7, 1e-6, "torch,liger,quack"),
         ("attention", 4, 8 * BF16, "sdpa_flash,sdpa_cudnn"),  # gradients on 20 keys stay below 8
+        ("attention_terms", 24, None, "plain"),
         ("host", 2, None, "torch,compile"),
     ],
 )

@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("softmax", "logits", "cross-entropy", "attention", "host", "table", "plot")
+NAMES = ("softmax", "logits", "cross-entropy", "attention", "attention-terms", "host", "table", "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
