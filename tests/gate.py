@@ -70,6 +70,14 @@ ALLOWED_SPILLS: dict[tuple[str, str], int] = {
     ("gfx942", "choose_kernel"): 301,
 }
 
+# What the assembler says it runs one product after the other (C7515, C7514), by the arrangement of registers it found:
+# known, slower than it could be, and to be mended.
+SERIALIZED = {
+    ("90", "attention_backward_keys_kernel", "attention-bf16-d80v80-causal"),
+    ("90", "attention_forward_kernel", "attention-bf16-d64v64-terms"),
+    ("90", "attention_forward_kernel", "attention-fp16-d128v128-terms"),
+}
+
 
 @dataclass
 class Kernel:
