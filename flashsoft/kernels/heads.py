@@ -42,7 +42,7 @@ def _block(head, row0, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.conste
     """Pointers (ROWS, WIDTH) from row0 and column FIRST.
 
     Rows are added up before they are multiplied: offsets that stay the same in a loop over tiles, kept outside it, save
-    a few instructions and have triton 3.6's ptxas run the products around them one by one (its warning C7515).
+    a few instructions and have the ptxas of triton 3.6 run the products around them one by one (its warning C7515).
     """
     rows, columns = row0 + tl.arange(0, ROWS), tl.arange(0, WIDTH) + FIRST
     return head.pointer + (rows[:, None] * head.row_stride + columns[None, :] * head.column_stride)
