@@ -3,8 +3,8 @@
 A ladder lists tiles from the fastest down to the smallest; a problem gets the first that fits the shared memory of
 its device. The 16-bit ladders for Hopper and heads of 64 and 128 were measured on an H200 (torch 2.11, triton 3.6,
 2026-11-30; bf16, B * S = 16,384, S of 1,024, 4,096 and 16,384, causal and not) among four to ten tiles each. All others
-were chosen by the compiler's word, the largest tiles that spill little, and no device has timed them; of the masked ones
-only those for heads of 128, forward and keys, with a bias. Sequence lengths play no part.
+were chosen by the compiler's word, the largest tiles that spill little, and no device has timed them; of the masked
+ones only those for heads of 128, forward and keys, with a bias. Sequence lengths play no part.
 """
 
 from __future__ import annotations
