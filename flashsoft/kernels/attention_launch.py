@@ -6,6 +6,7 @@ own. A kernel's plan sees layouts and `Numbers` only, so that a launch can be ma
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,7 +23,7 @@ WORDS = 1 << 32  # of Philox
 class Numbers(NamedTuple):
     """The numbers of `Terms`, how float32 products are computed, which rows are longest, and the sign of the scale.
 
-    The sign is None where an entry of a tensor has a part in it.
+    The sign is None where an entry of a tensor has a part in it. together: keys that a bias may be loaded by.
     """
 
     scale: float
@@ -36,6 +37,7 @@ class Numbers(NamedTuple):
     longest_k: int
     precision: str
     negate: bool | None
+    together: int
 
 
 def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
@@ -54,6 +56,7 @@ def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
         terms.max_k if packed else key.shape[2],
         input_precision(query.dtype),
         None if terms.factor is not None else terms.scale < 0,
+        1 if terms.bias is None else math.gcd(key.shape[2], 8),
     )
 
 
@@ -61,7 +64,8 @@ def tensors(query: Tensor, key: Tensor, terms: Terms, *, by_keys: bool = False) 
     """words and seen (of `keep`), bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
     words = seen = None
     if terms.keep is not None:
-        words, seen = mask_bits(terms.keep, query.shape[2] if by_keys else key.shape[2], by_keys=by_keys)
+        size = query.shape[2] if by_keys else key.shape[2]
+        words, seen = mask_bits(terms.keep, size, terms.lo, terms.hi, by_keys=by_keys)
     lines = (terms.sink, terms.factor)
     offsets = (terms.lengths, terms.cu_q, terms.cu_k, terms.seed)
     return (

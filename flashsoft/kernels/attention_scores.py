@@ -31,16 +31,34 @@ def distance(row0, column0, rows, columns, place):
 
 
 @triton.jit
-def scores(x, row0, column0, rows, columns, scale, terms, place):
+def bias_of(row0, column0, rows, columns, terms, place, TOGETHER: tl.constexpr):
+    """The bias of a tile, if there is one.
+
+    TOGETHER: so many neighbouring keys lie all below Sk or all beyond it, a power of two, and loads are no wider; None:
+    all keys lie below.
+
+    To be called before the product of queries and keys: then Triton computes scores in the layout that the product
+    leaves them in, otherwise in the one that a bias is best loaded in, and some of them twice.
+    """
+    if terms.bias is None:
+        return 0.0
+    else:
+        inside = rows < place.Sq - row0
+        if TOGETHER is not None:
+            inside = inside & (columns // TOGETHER * TOGETHER < place.Sk - column0)
+        pointers = tile_of(terms.bias, terms.bias_strides, place, row0, column0, rows, columns)
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def scores(x, bias, row0, column0, rows, columns, scale, terms, place):
     """The scores of a tile, whose first are row0 and column0, shaped as its products x, before the mask."""
     if terms.softcap is not None:
         x = softcap(x * scale, terms.softcap)
     elif (terms.bias is not None) or (terms.slopes is not None):
         x = x * scale
     if terms.bias is not None:
-        inside = (rows < place.Sq - row0) & (columns < place.Sk - column0)
-        pointers = tile_of(terms.bias, terms.bias_strides, place, row0, column0, rows, columns)
-        x += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        x += bias.to(tl.float32)
     if terms.slopes is not None:
         slope = tl.load(at_head(terms.slopes, terms.slopes_strides, place)).to(tl.float32)
         x -= slope * distance(row0, column0, rows, columns, place)

@@ -29,6 +29,7 @@ class Terms(NamedTuple):
     query_ids: Any
     key_ids: Any
     ids_strides: Any
+    lengths: Any
     seed: Any
     scale: Any
     softcap: Any

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..tuning.attention import BIAS_PROGRAMS, TileConfig, columns
 from .attention_launch import Numbers, arguments, near
-from .attention_scores import kept, scores, unit
+from .attention_scores import bias_of, kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
 from .heads import head_of, load_tile, only, plain_dot, score_dot, signed
@@ -34,6 +34,7 @@ def attention_backward_bias_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, NEAR: tl.constexpr, BATCH: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One tile of one share of dbias, float32 (shares, *sizes); `sizes` are those of the bias.
 
@@ -41,7 +42,7 @@ def attention_backward_bias_kernel(
     """
     terms = Terms(
         words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
-        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
+        key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     row_tiles = tl.cdiv(Sq, BLOCK_M)
     column_tiles = tl.cdiv(Sk, BLOCK_N)
@@ -81,9 +82,10 @@ def attention_backward_bias_kernel(
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
             if terms.query_ids is not None:
                 k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
+            added = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
             x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
             size = positive_scale(terms, place)
-            x = scores(x, row0, column0, r, c, size, terms, place)
+            x = scores(x, added, row0, column0, r, c, size, terms, place)
             x = tl.where(taken, x, float("-inf"))
             p = weights(x, tl.load(statistics_at(settled, place, padded, cu_q) + rows)[:, None], unit(size, terms))
             if norm is not None:
@@ -127,7 +129,8 @@ def _plan(
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         PRECISION=numbers.precision, NEGATE=numbers.negate, NEAR=near(*given[:3], dout),
-        BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], num_warps=tile.num_warps,
+        BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], TOGETHER=numbers.together,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
     return Launch(attention_backward_bias_kernel, programs, args, options)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..tuning.attention import TileConfig, columns
 from .attention_launch import Numbers, arguments, heads, near
-from .attention_scores import kept_by_keys, scores, through_softcap, unit
+from .attention_scores import bias_of, kept_by_keys, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
 from .heads import dot_add, head_of, load_tile, only, plain_dot, scaled, score_dot, signed, store_tile, zeros
@@ -27,12 +27,12 @@ def _gather(
     dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end, gap_from, gap, scale, ds_scale,
     terms, place,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Adds query tiles of one head, taken as the forward takes keys, to dk and dv of a key tile."""
     BLOCK_N: tl.constexpr = k[0].shape[0]
     for position in tl.range(start, end, BLOCK_M, num_stages=STAGES):
-        row0 = position + tl.where(position >= gap_from, gap, 0)
+        row0 = tl.multiple_of(position + tl.where(position >= gap_from, gap, 0), BLOCK_M)
         rows = row0 + tl.arange(0, BLOCK_M)
         r, c = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
         # queries beyond Sq load as zeros with no weight, so that a last tile needs no mask of its scores
@@ -54,8 +54,9 @@ def _gather(
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 q = only(q, some)
                 do = only(do, some)
+        bias = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
         products = score_dot(k, q, PRECISION)
-        x = scores(products, row0, column0, r, c, scale, terms, place)
+        x = scores(products, bias, row0, column0, r, c, scale, terms, place)
         if EDGE:
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[None, :], unit(scale, terms))
@@ -88,12 +89,12 @@ def attention_backward_keys_kernel(
     tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
-    NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr,
+    NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     terms = Terms(
         words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
-        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
+        key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -142,7 +143,7 @@ def attention_backward_keys_kernel(
         )  # fmt: skip
         dk, dv = _gather(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, inside, edge, 0, 0, size,
-            head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=False,
+            head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, TOGETHER, EDGE=False,
         )  # fmt: skip
         if (lo is not None) or (hi is not None) or (table is not None):
             gap = edge - inside
@@ -152,7 +153,8 @@ def attention_backward_keys_kernel(
                 gap = 0
             dk, dv = _gather(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, norm_head, column0, start, end - gap, inside, gap,
-                size, head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, EDGE=True,
+                size, head_scale, terms, place, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, PRECISION, TOGETHER,
+                EDGE=True,
             )  # fmt: skip
     if factor is None:
         dk = scaled(dk, scale)
@@ -171,7 +173,7 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
-        NEAR=near(*given[:3], dout, *outputs), LOWER_RIGHT=numbers.lower_right,
+        NEAR=near(*given[:3], dout, *outputs), LOWER_RIGHT=numbers.lower_right, TOGETHER=numbers.together,
         **tile.launch_options(),
     )  # fmt: skip
     args = (*arguments(given, table, numbers), *strides, padded, tiles)

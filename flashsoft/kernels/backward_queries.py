@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..tuning.attention import TileConfig, columns
 from .attention_launch import Numbers, arguments, heads, near
-from .attention_scores import distance, kept, scores, through_softcap, unit
+from .attention_scores import bias_of, distance, kept, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
 from .heads import (
@@ -53,7 +53,7 @@ def _gather(
     """Adds key tiles, as in the forward, to dq of a query tile, their weights to `total`, ds * d to `slope_sum`."""
     BLOCK_M: tl.constexpr = q[0].shape[0]
     for position in tl.range(start, end, BLOCK_N, num_stages=STAGES):
-        column0 = position + tl.where(position >= gap_from, gap, 0)
+        column0 = tl.multiple_of(position + tl.where(position >= gap_from, gap, 0), BLOCK_N)
         rows = row0 + tl.arange(0, BLOCK_M)
         r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
@@ -67,8 +67,9 @@ def _gather(
                 some = tl.max(taken.to(tl.int32), 0) > 0
                 k = only(k, some)
                 v = only(v, some)
+        bias = bias_of(row0, column0, r, c, terms, place, TOGETHER=1 if EDGE else None)
         products = score_dot(q, k, PRECISION)
-        x = scores(products, row0, column0, r, c, scale, terms, place)
+        x = scores(products, bias, row0, column0, r, c, scale, terms, place)
         if EDGE:
             x = tl.where(taken, x, float("-inf"))
         p = weights(x, row_lse[:, None], unit(scale, terms))
@@ -108,7 +109,7 @@ def attention_backward_queries_kernel(
     """
     terms = Terms(
         words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
-        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
+        key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     tile = tiles - 1 - pid % tiles

@@ -21,7 +21,7 @@ from ..reference.attention import empty_output
 from ..terms import Terms as Given
 from ..tuning.attention import TileConfig, columns, forward_config
 from .attention_launch import Numbers, arguments, heads, masked, near, numbers, table_of, tensors
-from .attention_scores import kept, scores, unit
+from .attention_scores import bias_of, kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors, launch
@@ -38,16 +38,17 @@ def _attend(
     """Takes the key tiles of [start, end), from `gap_from` on moved by `gap`, into the state; EDGE tiles are masked."""
     BLOCK_M: tl.constexpr = q[0].shape[0]
     for position in tl.range(start, end, BLOCK_N, num_stages=STAGES):
-        column0 = position + tl.where(position >= gap_from, gap, 0)
+        column0 = tl.multiple_of(position + tl.where(position >= gap_from, gap, 0), BLOCK_N)
         rows = row0 + tl.arange(0, BLOCK_M)
         r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         loadable = None
         if EDGE:
             loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
         k = load_tile(k_head, column0, loadable, BLOCK_N, D, BLOCK_D)
+        bias = bias_of(row0, column0, r, c, terms, place, TOGETHER=1 if EDGE else None)
         x = score_dot(q, k, PRECISION)
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
-        x = scores(x, row0, column0, r, c, scale, terms, place)
+        x = scores(x, bias, row0, column0, r, c, scale, terms, place)
         if EDGE:
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
             x = tl.where(taken, x, float("-inf"))
@@ -74,7 +75,7 @@ def attention_forward_kernel(
     """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
     terms = Terms(
         words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
-        key_ids, ids_strides, seed, scale, softcap, threshold, dropout_scale, lo, hi,
+        key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)
     # the last rows see most under a causal mask: they start first, and the tiles of a head run side by side

@@ -77,31 +77,42 @@ def seeing_queries(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def _both(a, b):
+    """a and b, where None as a stands for all."""
+    if a is None:
+        return b
+    else:
+        return a & b
+
+
+@triton.jit
 def visible(
     row0, column0, rows, columns, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr
 ):  # fmt: skip
     """The boolean tile of queries row0 + rows against keys column0 + columns, shaped by how the two broadcast.
 
-    Queries beyond Sq are as others, but for a boolean tensor. BY_KEYS: its words lie along queries. No expression of
-    rows and columns alone stands here: it would be a tile of registers held through the loop.
+    Queries beyond Sq are as others, but for a boolean tensor, which has no bit beyond its own Sq and Sk. BY_KEYS: its
+    words lie along queries. No expression of rows and columns alone stands here: it would be a tile of registers held
+    through the loop.
     """
-    last = place.Sk - 1 - column0
-    if terms.hi is not None:
-        last = tl.minimum(last, rows + (row0 - column0 + terms.hi + place.shift))
-    inside = columns <= last
+    inside = None
+    if terms.words is not None:
+        words = at_head(terms.words, terms.words_strides, place)
+        if BY_KEYS:
+            inside = bits_of(words, terms.words_strides, column0, row0, place.Sk, place.Sq, BLOCK_N, BLOCK_M)
+        else:
+            inside = bits_of(words, terms.words_strides, row0, column0, place.Sq, place.Sk, BLOCK_M, BLOCK_N)
+    if (terms.words is None) or (terms.hi is not None) or (terms.lengths is not None):
+        last = place.Sk - 1 - column0
+        if terms.hi is not None:
+            last = tl.minimum(last, rows + (row0 - column0 + terms.hi + place.shift))
+        inside = _both(inside, columns <= last)
     if terms.lo is not None:
-        inside = inside & (columns >= rows + (row0 - column0 + terms.lo + place.shift))
+        inside = _both(inside, columns >= rows + (row0 - column0 + terms.lo + place.shift))
     if terms.query_ids is not None:
         b = place.b.to(tl.int64)
         own = terms.query_ids + b * terms.ids_strides[0] + tl.cast(row0 + rows, tl.int64) * terms.ids_strides[1]
         other = terms.key_ids + b * terms.ids_strides[2] + tl.cast(column0 + columns, tl.int64) * terms.ids_strides[3]
         own_id = tl.load(own, mask=rows < place.Sq - row0, other=0)
-        inside = inside & (own_id == tl.load(other, mask=columns < place.Sk - column0, other=0))
-    if terms.words is not None:
-        words = at_head(terms.words, terms.words_strides, place)
-        if BY_KEYS:
-            kept = bits_of(words, terms.words_strides, column0, row0, place.Sk, place.Sq, BLOCK_N, BLOCK_M)
-        else:
-            kept = bits_of(words, terms.words_strides, row0, column0, place.Sq, place.Sk, BLOCK_M, BLOCK_N)
-        inside = inside & kept
+        inside = _both(inside, own_id == tl.load(other, mask=columns < place.Sk - column0, other=0))
     return inside
