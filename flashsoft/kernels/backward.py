@@ -23,6 +23,7 @@ from .backward_bias import bias_gradient
 from .backward_queries import shares
 from .backward_rows import prepare
 from .launch import launch
+from .packed_tail import clear_tail
 
 
 def attention_backward(
@@ -46,12 +47,11 @@ def attention_backward(
     sink, cu_q = given[7], given[12]
     settled, delta, padded, dsink = prepare(out, dout, dlse, lse, sink if wanted.sink else None, cu_q, n)
     norm = torch.ones_like(settled) if query.dtype == torch.float32 else None  # written by the queries' kernel
-    new = torch.empty_like if cu_q is None else torch.zeros_like  # behind the last sequence nothing is written
     dq = dk = dv = dbias = dslopes = dfactor = None
     if wanted.query or wanted.slopes or wanted.factor or norm is not None:
         tile = config.queries
         table = table_of(given, tile.block_m, tile.block_n)
-        dq = new(query)
+        dq = _gradient(query, cu_q)
         dslopes = shares(query, cu_q, n, tile) if wanted.slopes else None
         dfactor = shares(query, cu_q, n, tile) if wanted.factor else None
         inputs = (*given, dout, settled, delta, table)
@@ -60,7 +60,7 @@ def attention_backward(
         tile = config.keys
         turned = given if terms.keep is None else (query, key, value, *tensors(query, key, terms, by_keys=True))
         table = table_of(turned, tile.block_n, tile.block_m, by_keys=True)
-        dk, dv = new(key), new(value)
+        dk, dv = _gradient(key, terms.cu_k), _gradient(value, terms.cu_k)
         launch(backward_keys.plan, (*turned, dout, settled, delta, norm, table), (dk, dv), n, tile, padded)
     if wanted.bias:
         dbias = bias_gradient((*given, dout, settled, delta, norm), n, config.queries, padded)
@@ -73,6 +73,12 @@ def attention_backward(
         None if dsink is None else dsink.to(terms.sink.dtype),  # type: ignore[union-attr]
         None if dfactor is None else dfactor.sum((0, 2)).to(terms.factor.dtype),  # type: ignore[union-attr]
     )
+
+
+def _gradient(like: Tensor, starts: Tensor | None) -> Tensor:
+    """Memory for a gradient; zeros in what lies behind the last of packed sequences."""
+    empty = torch.empty_like(like)
+    return empty if starts is None else clear_tail(starts, empty)
 
 
 def _summed(shares: Tensor | None, slopes: Tensor | None) -> Tensor | None:

@@ -26,6 +26,7 @@ from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors, launch
 from .masking import runs, seen_keys, visible
+from .packed_tail import clear_tail
 from .softmax import LN2, LOG2E, finish, start_from, update_folded
 
 
@@ -146,8 +147,8 @@ def attention_forward(
     out = empty_output(query, value.shape[3])
     lse = query.new_empty_strided((B, Hq, Sq), (Hq * Sq, Sq, 1), dtype=torch.float32)
     if terms.cu_q is not None:  # what lies behind the last sequence sees nothing
-        out.zero_()
-        lse.fill_(float("-inf"))
+        clear_tail(terms.cu_q, out)
+        clear_tail(terms.cu_q, lse.unsqueeze(3), float("-inf"))
     if lse.numel() > 0:
         config = forward_config(query, value.shape[3], masked(terms))
         given = (query, key, value, *tensors(query, key, terms))
