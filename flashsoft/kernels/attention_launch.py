@@ -14,8 +14,9 @@ from torch import Tensor
 from ..terms import Terms
 from ..tuning.attention import input_precision
 from .launch import Tensors
-from .mask_bits import mask_bits
-from .tile_runs import broadcast_strides, tile_runs
+from .live_keys import live_keys
+from .mask_bits import broadcast_strides, mask_bits, turned_bits
+from .tile_runs import tile_runs
 
 WORDS = 1 << 32  # of Philox
 
@@ -60,24 +61,28 @@ def numbers(query: Tensor, key: Tensor, terms: Terms) -> Numbers:
     )
 
 
-def tensors(query: Tensor, key: Tensor, terms: Terms, *, by_keys: bool = False) -> tuple[Tensor | None, ...]:
-    """words and seen (of `keep`), bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
-    words = seen = None
+def tensors(query: Tensor, key: Tensor, terms: Terms) -> tuple[Tensor | None, ...]:
+    """words (of `keep`), live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed."""
+    words = live = None
     if terms.keep is not None:
-        size = query.shape[2] if by_keys else key.shape[2]
-        words, seen = mask_bits(terms.keep, size, terms.lo, terms.hi, by_keys=by_keys)
-    lines = (terms.sink, terms.factor)
-    offsets = (terms.lengths, terms.cu_q, terms.cu_k, terms.seed)
-    return (
-        words,
-        seen,
-        None if terms.bias is None else _close(terms.bias),
-        terms.slopes,
-        *(None if x is None else x.contiguous() for x in lines),
-        terms.query_ids,
-        terms.key_ids,
-        *(None if x is None else x.contiguous() for x in offsets),
+        words = mask_bits(terms.keep, key.shape[2])
+    sink, factor, *offsets = (
+        None if x is None else x.contiguous()
+        for x in (terms.sink, terms.factor, terms.lengths, terms.cu_q, terms.cu_k, terms.seed)
     )
+    if words is not None or terms.query_ids is not None:
+        sizes = (query.shape[2], key.shape[2])
+        live = live_keys(words, terms.query_ids, terms.key_ids, offsets[0], *sizes, terms.lo, terms.hi)
+    bias = None if terms.bias is None else _close(terms.bias)
+    return (words, live, bias, terms.slopes, sink, factor, terms.query_ids, terms.key_ids, *offsets)
+
+
+def turned(given: Tensors) -> Tensors:
+    """query, key, value and `tensors` with the words of `keep` along queries."""
+    query, key, value, words, *others = given
+    if words is None:
+        return given
+    return (query, key, value, turned_bits(words, query.shape[2], key.shape[2]), *others)  # type: ignore[union-attr]
 
 
 def masked(terms: Terms) -> bool:
@@ -112,10 +117,10 @@ def heads(query: Tensor, cu_q: Tensor | None) -> int:
 
 
 def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[object, ...]:
-    """The strides of query, key, value, words, seen, bias, slopes, ids and table, and the numbers up to `hi`."""
-    query, key, value, words, seen, bias, slopes, _, _, query_ids, key_ids, *_ = given
+    """The strides of query, key, value, words, live, bias, slopes, ids and table, and the numbers up to `hi`."""
+    query, key, value, words, live, bias, slopes, _, _, query_ids, key_ids, *_ = given
     (_, Hq, Sq, _), (_, Hkv, Sk, _) = query.shape, key.shape  # type: ignore[union-attr]
-    strides = [None if x is None else broadcast_strides(x) for x in (words, seen, bias, slopes, table)]
+    strides = [None if x is None else broadcast_strides(x) for x in (words, live, bias, slopes, table)]
     ids = None
     if query_ids is not None and key_ids is not None:
         ids = (*broadcast_strides(query_ids), *broadcast_strides(key_ids))

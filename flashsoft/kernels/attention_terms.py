@@ -15,12 +15,12 @@ TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 
 
 class Terms(NamedTuple):
-    """`flashsoft.terms.Terms`, `keep` as `mask_bits` gives it; strides of a broadcast dimension are 0."""
+    """`flashsoft.terms.Terms`, `keep` as `mask_bits` gives it, `live_keys`; strides of a broadcast dimension are 0."""
 
     words: Any
     words_strides: Any
-    seen: Any
-    seen_strides: Any
+    live: Any
+    live_strides: Any
     bias: Any
     bias_strides: Any
     slopes: Any

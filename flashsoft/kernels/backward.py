@@ -18,7 +18,7 @@ from torch import Tensor
 from ..terms import Gradients, Terms
 from ..tuning.attention import backward_config
 from . import backward_keys, backward_queries
-from .attention_launch import masked, numbers, table_of, tensors
+from .attention_launch import masked, numbers, table_of, tensors, turned
 from .backward_bias import bias_gradient
 from .backward_queries import shares
 from .backward_rows import prepare
@@ -45,7 +45,7 @@ def attention_backward(
     n = numbers(query, key, terms)
     given = (query, key, value, *tensors(query, key, terms))
     sink, cu_q = given[7], given[12]
-    settled, delta, padded, dsink = prepare(out, dout, dlse, lse, sink if wanted.sink else None, cu_q, n)
+    settled, delta, padded, dsink = prepare(out, dout, dlse, lse, sink, cu_q, n, wanted.sink)
     norm = torch.ones_like(settled) if query.dtype == torch.float32 else None  # written by the queries' kernel
     dq = dk = dv = dbias = dslopes = dfactor = None
     if wanted.query or wanted.slopes or wanted.factor or norm is not None:
@@ -58,10 +58,10 @@ def attention_backward(
         launch(backward_queries.plan, inputs, (dq, norm, dslopes, dfactor), n, tile, padded)
     if wanted.key or wanted.value:
         tile = config.keys
-        turned = given if terms.keep is None else (query, key, value, *tensors(query, key, terms, by_keys=True))
-        table = table_of(turned, tile.block_n, tile.block_m, by_keys=True)
+        by_keys = turned(given)
+        table = table_of(by_keys, tile.block_n, tile.block_m, by_keys=True)
         dk, dv = _gradient(key, terms.cu_k), _gradient(value, terms.cu_k)
-        launch(backward_keys.plan, (*turned, dout, settled, delta, norm, table), (dk, dv), n, tile, padded)
+        launch(backward_keys.plan, (*by_keys, dout, settled, delta, norm, table), (dk, dv), n, tile, padded)
     if wanted.bias:
         dbias = bias_gradient((*given, dout, settled, delta, norm), n, config.queries, padded)
     return Gradients(

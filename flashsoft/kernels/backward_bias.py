@@ -17,7 +17,7 @@ from .attention_launch import Numbers, arguments, near
 from .attention_scores import bias_of, kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
-from .heads import head_of, load_tile, only, plain_dot, score_dot, signed
+from .heads import head_of, load_tile, plain_dot, score_dot, signed
 from .launch import Launch, Tensors, launch
 from .masking import seen_keys, visible
 from .softmax import weights
@@ -25,10 +25,10 @@ from .softmax import weights
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "threshold", "padded", "batch", "share"])
 def attention_backward_bias_kernel(
-    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
     dout, settled,
     delta, norm, dbias,
-    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    q_strides, k_strides, v_strides, words_strides, live_strides, bias_strides, slopes_strides, ids_strides,
     table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -41,7 +41,7 @@ def attention_backward_bias_kernel(
     BATCH, HEADS, ROWS, COLUMNS: which dimensions of the scores the bias has; `share`: tiles of scores of a program.
     """
     terms = Terms(
-        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        words, words_strides, live, live_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
         key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     row_tiles = tl.cdiv(Sq, BLOCK_M)
@@ -80,8 +80,6 @@ def attention_backward_bias_kernel(
             q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
             k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
-            if terms.query_ids is not None:
-                k = only(k, tl.max(taken.to(tl.int32), 0) > 0)
             added = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
             x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
             size = positive_scale(terms, place)
@@ -94,8 +92,6 @@ def attention_backward_bias_kernel(
             v = load_tile(
                 head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV
             )
-            if terms.query_ids is not None:
-                v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
             dp = plain_dot(do, v, PRECISION)
             if terms.seed is not None:
                 dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)

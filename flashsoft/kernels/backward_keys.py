@@ -38,7 +38,7 @@ def _gather(
         # queries beyond Sq load as zeros with no weight, so that a last tile needs no mask of its scores
         loadable = rows < place.Sq
         if EDGE:
-            loadable = seeing_queries(row0, column0, terms, place, BLOCK_M, BLOCK_N)
+            loadable = seeing_queries(row0, column0, lse_head, terms, place, BLOCK_M, BLOCK_N)
         q = load_tile(q_head, row0, loadable, BLOCK_M, D, BLOCK_D)
         do = load_tile(do_head, row0, loadable, BLOCK_M, DV, BLOCK_DV)
         # one column, reduced: loaded once and spread through shared memory. Loaded plainly, these go to every thread of
@@ -47,13 +47,9 @@ def _gather(
         row_delta = tl.max(tl.load(delta_head + rows[:, None]), 1)
         if EDGE:
             # NaN in a key that no query sees would pass the weight 0 of padding
-            taken = (
-                visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=True) & (rows < place.Sq)[None, :]
-            )
-            if terms.query_ids is not None:
-                some = tl.max(taken.to(tl.int32), 0) > 0
-                q = only(q, some)
-                do = only(do, some)
+            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=True)
+            if terms.words is None:
+                taken = taken & (rows < place.Sq)[None, :]
         bias = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
         products = score_dot(k, q, PRECISION)
         x = scores(products, bias, row0, column0, r, c, scale, terms, place)
@@ -80,10 +76,10 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_keys_kernel(
-    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
     dout, settled,
     delta, norm, table, dk_out, dv_out,
-    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    q_strides, k_strides, v_strides, words_strides, live_strides, bias_strides, slopes_strides, ids_strides,
     table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dk_strides, dv_strides, padded,
     tiles,
@@ -93,7 +89,7 @@ def attention_backward_keys_kernel(
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all query heads that read it."""
     terms = Terms(
-        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        words, words_strides, live, live_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
         key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)

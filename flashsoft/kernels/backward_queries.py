@@ -27,7 +27,6 @@ from .heads import (
     dot_add,
     head_of,
     load_tile,
-    only,
     plain_dot,
     scaled,
     scaled_rows,
@@ -63,10 +62,6 @@ def _gather(
         v = load_tile(v_head, column0, loadable, BLOCK_N, DV, BLOCK_DV)
         if EDGE:
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
-            if terms.query_ids is not None:
-                some = tl.max(taken.to(tl.int32), 0) > 0
-                k = only(k, some)
-                v = only(v, some)
         bias = bias_of(row0, column0, r, c, terms, place, TOGETHER=1 if EDGE else None)
         products = score_dot(q, k, PRECISION)
         x = scores(products, bias, row0, column0, r, c, scale, terms, place)
@@ -93,10 +88,10 @@ def _gather(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
 def attention_backward_queries_kernel(
-    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
     dout, settled,
     delta, table, dq_out, norm, dslopes, dfactor,
-    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    q_strides, k_strides, v_strides, words_strides, live_strides, bias_strides, slopes_strides, ids_strides,
     table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dq_strides, padded, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -108,7 +103,7 @@ def attention_backward_queries_kernel(
     `norm` begins as ones, `dslopes` and `dfactor` as zeros.
     """
     terms = Terms(
-        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        words, words_strides, live, live_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
         key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)

@@ -15,7 +15,7 @@ from .attention_launch import Numbers, heads, near
 from .attention_terms import place_of
 from .heads import head_of, load_tile, row_products
 from .launch import Launch, Tensors, launch
-from .softmax import settle, weights
+from .softmax import LN2, LOG2E, settle, weights
 
 PADDING: tl.constexpr = tl.constexpr(ROW_PADDING)
 
@@ -35,9 +35,10 @@ def attention_prepare_kernel(
     out, dout, dlse, lse, sink, cu_q, settled, delta, dsink, out_strides, dout_strides, dlse_strides, Sq, Hq, padded,
     tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Per query: the settled lse, and delta = row(out * dout) - dlse. Per program, what its rows give to dsink.
+    """Per query: the settled lse, +inf if it sees no key, and delta = row(out * dout) - dlse.
 
-    A sink's weight is p = exp(sink - lse), its value 0, so that its ds is p * (0 - delta).
+    Per program, what its rows give to dsink: a sink's weight is p = exp(sink - lse), its value 0, so that its ds is
+    p * (0 - delta).
     """
     pid = tl.program_id(0)
     place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sq, None, cu_q, cu_q, False)
@@ -57,11 +58,15 @@ def attention_prepare_kernel(
         row_delta -= tl.load(at, mask=there, other=0.0)
     line = place.stream if cu_q is None else place.h
     row_lse = tl.load(lse + line.to(tl.int64) * Sq + start + rows, mask=there, other=float("-inf"))
-    row_lse = settle(row_lse)
-    tl.store(statistics_at(settled, place, padded, cu_q) + rows, row_lse)
+    settled_lse = settle(row_lse)
+    alone = row_lse == float("-inf")
+    if sink is not None:
+        sink_score = tl.load(sink + place.h).to(tl.float32)
+        alone = row_lse <= sink_score * LOG2E * LN2  # as the forward rounds it
+    tl.store(statistics_at(settled, place, padded, cu_q) + rows, tl.where(alone, float("inf"), settled_lse))
     tl.store(statistics_at(delta, place, padded, cu_q) + rows, row_delta)
     if dsink is not None:
-        p = weights(tl.load(sink + place.h).to(tl.float32), row_lse)
+        p = weights(sink_score, settled_lse)
         tl.store(dsink + pid, -tl.sum(tl.where(p == 0.0, 0.0, p * row_delta), 0))
 
 
@@ -82,13 +87,14 @@ def prepare(
     sink: Tensor | None,
     cu_q: Tensor | None,
     numbers: Numbers,
+    sink_needs_gradient: bool,
 ) -> tuple[Tensor, Tensor, int, Tensor | None]:
-    """The settled lse and delta of every query, the length of their rows, and the gradient of a sink given as (Hq,)."""
+    """The settled lse and delta of every query, the length of their rows, and the gradient of a sink, if needed."""
     B, Hq, Sq, _ = out.shape
     sequences = 0 if cu_q is None else cu_q.shape[0] - 1
     padded = triton.cdiv(Sq + sequences * ROW_PADDING, ROW_PADDING) * ROW_PADDING
     settled, delta = lse.new_empty(2, B * Hq, padded)
     tiles = triton.cdiv(numbers.longest_q, ROW_PADDING) * (ROW_PADDING // PREPARE_ROWS)
-    dsink = None if sink is None else lse.new_zeros(sequences or B, Hq, tiles)
+    dsink = None if not sink_needs_gradient else lse.new_zeros(sequences or B, Hq, tiles)
     launch(_plan, (out, dout, dlse, lse, sink, cu_q), (settled, delta, dsink), padded, tiles)
     return settled, delta, padded, None if dsink is None else dsink.sum((0, 2))

@@ -23,7 +23,7 @@ from ..tuning.attention import TileConfig, columns, forward_config
 from .attention_launch import Numbers, arguments, heads, masked, near, numbers, table_of, tensors
 from .attention_scores import bias_of, kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
-from .heads import dot_add, head_of, load_tile, only, scaled_rows, score_dot, signed, store_tile, zeros
+from .heads import dot_add, head_of, load_tile, scaled_rows, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors, launch
 from .masking import runs, seen_keys, visible
 from .packed_tail import clear_tail
@@ -53,8 +53,6 @@ def _attend(
         if EDGE:
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
             x = tl.where(taken, x, float("-inf"))
-            if terms.query_ids is not None:
-                v = only(v, tl.max(taken.to(tl.int32), 0) > 0)
         m, s, alpha, p = update_folded(m, s, x, unit(scale, terms))
         if terms.seed is not None:
             p = tl.where(kept(rows, column0, terms, place, BLOCK_N), p, 0.0)
@@ -64,9 +62,9 @@ def _attend(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold"])
 def attention_forward_kernel(
-    query, key, value, words, seen, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
+    query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
     table, out, lse,
-    q_strides, k_strides, v_strides, words_strides, seen_strides, bias_strides, slopes_strides, ids_strides,
+    q_strides, k_strides, v_strides, words_strides, live_strides, bias_strides, slopes_strides, ids_strides,
     table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -75,7 +73,7 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
     terms = Terms(
-        words, words_strides, seen, seen_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
+        words, words_strides, live, live_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
         key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
     pid = tl.program_id(0)

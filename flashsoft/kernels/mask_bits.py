@@ -19,15 +19,14 @@ from .launch import Launch, Tensors, launch
 WORD: tl.constexpr = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["own_size", "size", "own_tiles", "tiles", "heads", "lo", "hi"])
+@triton.jit(do_not_specialize=["own_size", "size", "own_tiles", "tiles", "heads"])
 def mask_bits_kernel(
-    keep, words, seen, keep_strides, own_size, size, own_tiles, tiles, heads, lo, hi,
+    keep, words, keep_strides, own_size, size, own_tiles, tiles, heads,
     OWN: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Words of OWN rows of `keep` and WORDS * 32 columns, stored (word, row); bits beyond `size` are 0.
 
-    Nor does a bit stand outside the band lo <= column - row <= hi. `seen`, unless None, takes their disjunction over
-    the rows, a WORD of them, stored (row // 32, word). GROUP divides `size`, and so many columns are loaded at once.
+    GROUP divides `size`: so many columns are loaded at once.
     """
     pid = tl.program_id(0)
     own_tile = pid % own_tiles
@@ -38,20 +37,33 @@ def mask_bits_kernel(
     columns = word0 * WORD + tl.arange(0, WORDS * WORD)
     at = rows.to(tl.int64)[:, None] * keep_strides[2] + columns.to(tl.int64)[None, :] * keep_strides[3]
     there = (rows < own_size)[:, None] & (columns // GROUP * GROUP < size)[None, :]
-    taken = tl.load(base + at, mask=there, other=0) != 0
-    if lo is not None:
-        taken = taken & (columns[None, :] - rows[:, None] >= lo)
-    if hi is not None:
-        taken = taken & (columns[None, :] - rows[:, None] <= hi)
-    bits = taken.to(tl.int32) << tl.arange(0, WORDS * WORD)[None, :] % WORD
+    taken = (tl.load(base + at, mask=there, other=0) != 0).to(tl.int32)
+    bits = taken << tl.arange(0, WORDS * WORD)[None, :] % WORD
     numbers = word0 + tl.arange(0, WORDS)
     count = tl.cdiv(size, WORD)
     word = tl.sum(tl.reshape(bits, (OWN, WORDS, WORD)), 2)
     out = words + (bh.to(tl.int64) * count + numbers[None, :]) * own_size + rows[:, None]
     tl.store(out, word, mask=(rows < own_size)[:, None] & (numbers < count)[None, :])
-    if seen is not None:
-        some = tl.sum(tl.reshape(tl.max(bits.to(tl.uint32), 0), (WORDS, WORD)), 1)
-        tl.store(seen + (bh.to(tl.int64) * own_tiles + own_tile) * count + numbers, some, mask=numbers < count)
+
+
+@triton.jit(do_not_specialize=["own_size", "size", "own_tiles", "tiles", "heads"])
+def turned_bits_kernel(words, turned, words_strides, own_size, size, own_tiles, tiles, heads, WORDS: tl.constexpr):
+    """A WORD of rows of `words` and WORDS words of columns, stored as words along the rows: (row // 32, column)."""
+    pid = tl.program_id(0)
+    own_tile = pid % own_tiles
+    number = pid // own_tiles % tiles * WORDS + tl.arange(0, WORDS)
+    bh = pid // own_tiles // tiles
+    h = (bh % heads).to(tl.int64)
+    place = tl.arange(0, WORD)
+    rows = own_tile * WORD + place
+    pointers = words + (bh // heads).to(tl.int64) * words_strides[0] + h * words_strides[1]
+    pointers += number.to(tl.int64)[None, :] * words_strides[2] + rows.to(tl.int64)[:, None] * words_strides[3]
+    count = tl.cdiv(size, WORD)
+    word = tl.load(pointers, mask=(rows < own_size)[:, None] & (number < count)[None, :], other=0)
+    bits = ((word[:, :, None] >> place[None, None, :]) & 1) << place[:, None, None]
+    columns = number[:, None] * WORD + place[None, :]
+    out = turned + (bh.to(tl.int64) * own_tiles + own_tile) * size + columns
+    tl.store(out, tl.sum(bits, 0), mask=columns < size)
 
 
 @triton.jit
@@ -76,50 +88,55 @@ def bits_of(words, strides, own0, other0, own_size, size, OWN: tl.constexpr, BLO
 
 
 @triton.jit
-def seen_of(seen, strides, own0, other0, own_size, size, OWN: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK,): which positions from other0 any of those from own0, and of a word around them, keeps."""
-    other = tl.arange(0, BLOCK)
-    pointer = seen + tl.cast(own0 // WORD, tl.int64) * strides[2] + tl.cast(other0 // WORD, tl.int64) * strides[3]
-    words = other * 0
-    for n in tl.static_range(0, (BLOCK + WORD - 1) // WORD):
-        for r in tl.static_range(0, (OWN + WORD - 1) // WORD):
-            inside = (other0 + n * WORD < size) & (own0 + r * WORD < own_size)
-            word = tl.load(pointer + r * strides[2] + n * strides[3], mask=inside, other=0)
-            words = tl.where(other // WORD == n, words | word, words)
+def live_of(live, strides, column0, size, BLOCK: tl.constexpr):
+    """(BLOCK,): the bits of keys from column0, a multiple of BLOCK; `live` is the part of one head."""
+    j = tl.arange(0, BLOCK)
+    pointer = live + tl.cast(column0 // WORD, tl.int64) * strides[2]
+    word = tl.load(pointer) + j * 0
+    for n in tl.static_range(1, BLOCK // WORD):
+        other = tl.load(pointer + n * strides[2], mask=column0 + n * WORD < size, other=0)
+        word = tl.where(j < n * WORD, word, other)
     if BLOCK < WORD:
-        words = words >> (other0 % WORD)
-    return ((words >> (other % WORD)) & 1) != 0
+        word = word >> (column0 % WORD)
+    return ((word >> (j % WORD)) & 1) != 0
 
 
-def _plan(inputs: Tensors, outputs: Tensors, lo: int | None, hi: int | None) -> Launch:
-    (keep,), (words, _) = inputs, outputs
+def broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor whose dimensions of size 1 stand for all."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _plan(inputs: Tensors, outputs: Tensors) -> Launch:
+    (keep,), (words,) = inputs, outputs
     B, H, count, own = words.shape  # type: ignore[union-attr]
     size = keep.shape[3]  # type: ignore[union-attr]
-    OWN, WORDS = (32, 4) if own > 1 else (1, 16)
+    OWN, WORDS = (32, 8) if own > 1 else (1, 32)
     own_tiles, tiles = triton.cdiv(own, OWN), triton.cdiv(count, WORDS)
-    args = (keep.stride(), own, size, own_tiles, tiles, H, lo, hi)  # type: ignore[union-attr]
+    args = (keep.stride(), own, size, own_tiles, tiles, H)  # type: ignore[union-attr]
     options = dict(OWN=OWN, WORDS=WORDS, GROUP=math.gcd(size, 16), num_warps=4)
     return Launch(mask_bits_kernel, B * H * own_tiles * tiles, args, options)
 
 
-def mask_bits(keep: Tensor, size: int, lo: int | None, hi: int | None, *, by_keys: bool) -> tuple[Tensor, Tensor]:
-    """words, int32 (B or 1, H or 1, ceil(Sk / 32), Sq or 1), along keys; by_keys (..., ceil(Sq / 32), Sk or 1).
-
-    And their disjunctions over every 32 rows, (B or 1, H or 1, ceil(rows / 32), ceil(Sk / 32)): what is not in these,
-    none of 32 queries (by_keys, keys) sees; so what the band lo <= j - i <= hi hides is taken out first. A mask that is
-    the same for all rows is left as it is.
-    """
-    keep = keep.view(torch.uint8)
-    keep = keep.mT if by_keys else keep
+def mask_bits(keep: Tensor, Sk: int) -> Tensor:
+    """A mask's words along keys, int32 (B or 1, H or 1, ceil(Sk / 32), Sq or 1)."""
     B, H, own, _ = keep.shape
-    count = triton.cdiv(size, 32)
-    words = torch.empty(B, H, count, own, dtype=torch.int32, device=keep.device)
-    keep = keep.expand(B, H, own, size)
-    if own == 1:
-        launch(_plan, (keep,), (words, None), None, None)
-        return words, words.mT
-    if by_keys:
-        lo, hi = (None if x is None else -x for x in (hi, lo))
-    seen = words.new_empty(B, H, triton.cdiv(own, 32), count)
-    launch(_plan, (keep,), (words, seen), lo, hi)
-    return words, seen
+    words = torch.empty(B, H, triton.cdiv(Sk, 32), own, dtype=torch.int32, device=keep.device)
+    launch(_plan, (keep.view(torch.uint8).expand(B, H, own, Sk),), (words,))
+    return words
+
+
+def _plan_turned(inputs: Tensors, outputs: Tensors, Sq: int, Sk: int) -> Launch:
+    (words,) = inputs
+    B, H, count, _ = words.shape  # type: ignore[union-attr]
+    WORDS = 8
+    own_tiles, tiles = triton.cdiv(Sq, 32), triton.cdiv(count, WORDS)
+    args = (broadcast_strides(words), Sq, Sk, own_tiles, tiles, H)  # type: ignore[arg-type]
+    return Launch(turned_bits_kernel, B * H * own_tiles * tiles, args, dict(WORDS=WORDS, num_warps=4))
+
+
+def turned_bits(words: Tensor, Sq: int, Sk: int) -> Tensor:
+    """Words along queries, (B or 1, H or 1, ceil(Sq / 32), Sk), from those along keys."""
+    B, H, _, _ = words.shape
+    turned = words.new_empty(B, H, triton.cdiv(Sq, 32), Sk)
+    launch(_plan_turned, (words,), (turned,), Sq, Sk)
+    return turned

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .attention_terms import at_head
-from .mask_bits import bits_of, seen_of
+from .mask_bits import bits_of, live_of
 
 
 @triton.jit
@@ -48,31 +48,33 @@ def runs(first, last, size, lo, hi, shift, table, BLOCK: tl.constexpr, TAIL_IS_E
 
 @triton.jit
 def seen_keys(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_N,): which keys a tile of queries may load: those that one of them sees, or of 32 around them."""
+    """(BLOCK_N,): which keys a tile of queries may load: those in the band of one of them, and seen by any query."""
     j = column0 + tl.arange(0, BLOCK_N)
     keep = j < place.Sk
     if terms.lo is not None:
         keep = keep & (j >= row0 + terms.lo + place.shift)
     if terms.hi is not None:
         keep = keep & (j <= tl.minimum(row0 + BLOCK_M, place.Sq) - 1 + terms.hi + place.shift)
-    if terms.seen is not None:
-        seen = at_head(terms.seen, terms.seen_strides, place)
-        keep = keep & seen_of(seen, terms.seen_strides, row0, column0, place.Sq, place.Sk, BLOCK_M, BLOCK_N)
+    if terms.live is not None:
+        live = at_head(terms.live, terms.live_strides, place)
+        keep = keep & live_of(live, terms.live_strides, column0, place.Sk, BLOCK_N)
     return keep
 
 
 @triton.jit
-def seeing_queries(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M,): which queries a tile of keys may load, in the same way."""
+def seeing_queries(row0, column0, lse_head, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M,): which queries a tile of keys may load: those in the band of one of them, and that see any key.
+
+    lse_head: of the head's queries, as `settle` gives it, +inf for one that sees none.
+    """
     i = row0 + tl.arange(0, BLOCK_M)
     keep = i < place.Sq
     if terms.hi is not None:
         keep = keep & (i >= column0 - terms.hi - place.shift)
     if terms.lo is not None:
         keep = keep & (i <= tl.minimum(column0 + BLOCK_N, place.Sk) - 1 - terms.lo - place.shift)
-    if terms.seen is not None:
-        seen = at_head(terms.seen, terms.seen_strides, place)
-        keep = keep & seen_of(seen, terms.seen_strides, column0, row0, place.Sk, place.Sq, BLOCK_N, BLOCK_M)
+    if terms.live is not None:
+        keep = keep & (tl.load(lse_head + i) != float("inf"))
     return keep
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, Tensors, launch
-from .mask_bits import WORD
+from .mask_bits import WORD, broadcast_strides
 
 MOST: tl.constexpr = tl.constexpr(9223372036854775807)
 FAR: tl.constexpr = tl.constexpr(2147483647)  # past every position
@@ -136,11 +136,6 @@ def _plan(inputs: Tensors, outputs: Tensors, sizes: tuple[int, int], own: int, s
     options = dict(OWN=own, STEP=step, ROWS=rows, WORDS=per_tile, TILES=at_once, TAIL_IS_EDGE=not by_keys, num_warps=4)
     args = (*strides, own_size, size, own_tiles, tiles, heads)
     return Launch(tile_runs_kernel, batch * heads * own_tiles, args, options)
-
-
-def broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor whose dimensions of size 1 stand for all."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def tile_runs(
