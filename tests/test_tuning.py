@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,14 +29,16 @@ LIMITS = (99 * KIB, 163 * KIB, 227 * KIB)
 
 
 @pytest.mark.parametrize(("hopper", "limit"), [*((False, limit) for limit in LIMITS), (True, LIMITS[-1])])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", get_args(tuning.Kind))
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(
     ("D", "Dv"),
     [(1, 1), (16, 64), (64, 64), (80, 128), (128, 128), (192, 128), (256, 256), (40, 256), (320, 300), (576, 512)],
 )
-def test_a_tile_that_fits_is_chosen(D: int, Dv: int, itemsize: int, masked: bool, hopper: bool, limit: int) -> None:
-    forward, backward = tuning._choose(D, Dv, itemsize, masked, tuning.Device(hopper, limit))
+def test_a_tile_that_fits_is_chosen(
+    D: int, Dv: int, itemsize: int, kind: tuning.Kind, hopper: bool, limit: int
+) -> None:
+    forward, backward = tuning._choose(D, Dv, itemsize, kind, tuning.Device(hopper, limit))
     row_bytes = (tuning.padded(D) + tuning.padded(Dv)) * itemsize
     if itemsize == 4 and max(D, Dv) > 256 and limit == LIMITS[0]:  # not even the smallest does: it is tried then
         assert all((t.block_m, t.block_n, t.num_stages) == (16, 16, 1) for t in (backward.keys, backward.queries))
@@ -50,8 +52,9 @@ def test_a_tile_that_fits_is_chosen(D: int, Dv: int, itemsize: int, masked: bool
 
 
 def test_measured_tiles_are_used_on_the_device_they_were_measured_on() -> None:
-    for masked, ladders in ((False, tuning.HOPPER[2, 128]), (True, tuning.HOPPER_MASKED[2, 128])):
-        forward, backward = tuning._choose(128, 128, 2, masked, tuning.Device(hopper=True, shared_memory=227 * KIB))
+    for kind, table in (("plain", tuning.HOPPER), ("masked", tuning.HOPPER_MASKED), ("scored", tuning.HOPPER_SCORED)):
+        ladders = table[2, 128]
+        forward, backward = tuning._choose(128, 128, 2, kind, tuning.Device(hopper=True, shared_memory=227 * KIB))
         assert (forward, backward.keys, backward.queries) == (ladders.forward[0], ladders.keys[0], ladders.queries[0])
 
 
@@ -74,7 +77,12 @@ def test_a_heads_columns_are_one_power_of_two_or_two_and_pad_little() -> None:
 def test_registers_are_limited_only_where_a_tile_says_so() -> None:
     assert tuning.TileConfig(64, 64, 4, 2).launch_options() == {"num_warps": 4}
     assert tuning.TileConfig(64, 64, 4, 2, registers=168).launch_options() == {"num_warps": 4, "maxnreg": 168}
-    for ladders in (*tuning.HOPPER.values(), *tuning.HOPPER_MASKED.values(), *tuning.PORTABLE.values()):
+    for ladders in (
+        *tuning.HOPPER.values(),
+        *tuning.HOPPER_MASKED.values(),
+        *tuning.HOPPER_SCORED.values(),
+        *tuning.PORTABLE.values(),
+    ):
         for tile in (*ladders.forward, *ladders.keys, *ladders.queries):
             # a thread has 255 at most, and a program's threads share 65,536
             assert tile.registers is None or (32 <= tile.registers <= 255 and tile.registers % 8 == 0)

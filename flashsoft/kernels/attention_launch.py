@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import triton
 from torch import Tensor
 
 from ..terms import Terms
-from ..tuning.attention import input_precision
+from ..tuning.attention import Kind, input_precision
 from .launch import Tensors
 from .live_keys import live_keys
 from .mask_bits import broadcast_strides, mask_bits, turned_bits
@@ -85,10 +86,11 @@ def turned(given: Tensors) -> Tensors:
     return (query, key, value, turned_bits(words, query.shape[2], key.shape[2]), *others)  # type: ignore[union-attr]
 
 
-def masked(terms: Terms) -> bool:
-    """Whether a tile of scores needs more than its products."""
-    given = (terms.keep, terms.bias, terms.query_ids, terms.seed, terms.softcap)
-    return any(term is not None for term in given)
+def kind(terms: Terms) -> Kind:
+    """What the choice of tiles asks of the terms."""
+    if any(term is not None for term in (terms.bias, terms.seed, terms.softcap)):
+        return "scored"
+    return "plain" if terms.keep is None and terms.query_ids is None else "masked"
 
 
 def _close(x: Tensor) -> Tensor:
@@ -111,9 +113,15 @@ def near(*tensors: Tensor | None) -> bool:
     return all((shape[2] - 1) * row + (shape[3] - 1) * column < 1 << 31 for shape, (_, _, row, column) in given)
 
 
-def heads(query: Tensor, cu_q: Tensor | None) -> int:
-    """Query heads over all batch entries, or packed sequences."""
-    return query.shape[1] * (query.shape[0] if cu_q is None else cu_q.shape[0] - 1)
+def sequences(starts: Tensor | None) -> int:
+    """How many are packed; 0 if none are."""
+    return 0 if starts is None else starts.shape[0] - 1
+
+
+def tiles(x: Tensor, starts: Tensor | None, block: int) -> int:
+    """How many tiles of `block` positions a head of x (B, H, S, D) has; of packed sequences, see `program_of`."""
+    length = x.shape[2]
+    return triton.cdiv(length, block) if starts is None else length // block + sequences(starts)
 
 
 def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[object, ...]:

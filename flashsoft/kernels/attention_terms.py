@@ -56,6 +56,27 @@ class Place(NamedTuple):
 
 
 @triton.jit
+def program_of(pid, tiles, heads, starts, sequences, BLOCK: tl.constexpr):
+    """b, h and the tile of BLOCK positions that a program owns, of `tiles` a head.
+
+    Those of packed sequence b are numbered from starts[b] // BLOCK + b on, which leaves room for all of them, and for
+    no more than one a sequence beside.
+    """
+    tile = pid % tiles
+    h = pid // tiles % heads
+    b = pid // tiles // heads
+    if starts is not None:
+        high = sequences - 1
+        while b < high:
+            middle = (b + high + 1) // 2
+            begun = tl.load(starts + middle) // BLOCK + middle <= tile
+            b = tl.where(begun, middle, b)
+            high = tl.where(begun, high, middle - 1)
+        tile -= tl.load(starts + b) // BLOCK + b
+    return b, h, tile
+
+
+@triton.jit
 def place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT: tl.constexpr):
     """Head h of batch entry, or packed sequence, b."""
     if cu_q is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..terms import Gradients, Terms
 from ..tuning.attention import backward_config
 from . import backward_keys, backward_queries
-from .attention_launch import masked, numbers, table_of, tensors, turned
+from .attention_launch import kind, numbers, table_of, tensors, turned
 from .backward_bias import bias_gradient
 from .backward_queries import shares
 from .backward_rows import prepare
@@ -41,7 +41,7 @@ def attention_backward(
     wanted = Gradients(*needs)
     if lse.numel() == 0 or key.shape[2] == 0:
         return _without_scores(dlse, query, key, value, terms, wanted)
-    config = backward_config(query, value.shape[3], masked(terms))
+    config = backward_config(query, value.shape[3], kind(terms))
     n = numbers(query, key, terms)
     given = (query, key, value, *tensors(query, key, terms))
     sink, cu_q = given[7], given[12]

@@ -36,7 +36,7 @@ def attention_backward_bias_kernel(
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one share of dbias, float32 (shares, *sizes); `sizes` are those of the bias.
+    """One tile of one share of dbias (shares, *sizes); `sizes` are those of the bias.
 
     BATCH, HEADS, ROWS, COLUMNS: which dimensions of the scores the bias has; `share`: tiles of scores of a program.
     """
@@ -76,8 +76,9 @@ def attention_backward_bias_kernel(
             j = column0 + tl.arange(0, BLOCK_N)
             r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
             loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
-            there = rows < Sq
-            q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
+            row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
+            alive = (rows < Sq) & (row_lse != float("inf"))
+            q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, D, BLOCK_D)
             k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
             added = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
@@ -85,18 +86,17 @@ def attention_backward_bias_kernel(
             size = positive_scale(terms, place)
             x = scores(x, added, row0, column0, r, c, size, terms, place)
             x = tl.where(taken, x, float("-inf"))
-            p = weights(x, tl.load(statistics_at(settled, place, padded, cu_q) + rows)[:, None], unit(size, terms))
+            p = weights(x, row_lse[:, None], unit(size, terms))
             if norm is not None:
                 p *= tl.load(statistics_at(norm, place, padded, cu_q) + rows)[:, None]
-            do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
+            do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, DV, BLOCK_DV)
             v = load_tile(
                 head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV
             )
             dp = plain_dot(do, v, PRECISION)
             if terms.seed is not None:
                 dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)
-            ds = p * (dp - tl.load(statistics_at(delta, place, padded, cu_q) + rows)[:, None])
-            sums += tl.where(taken, ds, 0.0)
+            sums += p * (dp - tl.load(statistics_at(delta, place, padded, cu_q) + rows)[:, None])
     out = dbias + (part * sizes[0] * sizes[1] + own_b * sizes[1] + own_h).to(tl.int64) * sizes[2] * sizes[3]
     i = own_row * BLOCK_M + tl.arange(0, BLOCK_M)
     j = own_column * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -147,7 +147,7 @@ def bias_gradient(inputs: Tensors, numbers: Numbers, tile: TileConfig, padded: i
         loops *= all_tiles // own_tiles
     share = triton.cdiv(loops, min(loops, triton.cdiv(BIAS_PROGRAMS, programs)))
     shares = triton.cdiv(loops, share)
-    dbias = torch.empty((shares, *sizes), dtype=torch.float32, device=bias.device)  # type: ignore[union-attr]
+    dtype = torch.float32 if shares > 1 else bias.dtype  # type: ignore[union-attr]
+    dbias = torch.empty((shares, *sizes), dtype=dtype, device=bias.device)  # type: ignore[union-attr]
     launch(_plan, inputs, (dbias,), numbers, tile, padded, shares, share)
-    whole = dbias[0] if shares == 1 else dbias.sum(0)
-    return torch.empty_like(bias).copy_(whole)  # type: ignore[arg-type]
+    return dbias[0] if shares == 1 else dbias.sum(0).to(bias.dtype)  # type: ignore[union-attr]

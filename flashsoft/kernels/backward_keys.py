@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from ..tuning.attention import TileConfig, columns
-from .attention_launch import Numbers, arguments, heads, near
+from .attention_launch import Numbers, arguments, near, sequences, tiles
 from .attention_scores import bias_of, kept_by_keys, scores, through_softcap, unit
-from .attention_terms import Terms, place_of, positive_scale, signed_scale
+from .attention_terms import Terms, place_of, positive_scale, program_of, signed_scale
 from .backward_rows import statistics_at
 from .heads import dot_add, head_of, load_tile, only, plain_dot, scaled, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors
-from .masking import runs, seeing_queries, visible
+from .masking import runs, seeing_queries, seen_keys, visible
 from .softmax import weights
 
 
@@ -46,10 +46,7 @@ def _gather(
         row_lse = tl.max(tl.load(lse_head + rows[:, None]), 1)
         row_delta = tl.max(tl.load(delta_head + rows[:, None]), 1)
         if EDGE:
-            # NaN in a key that no query sees would pass the weight 0 of padding
             taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=True)
-            if terms.words is None:
-                taken = taken & (rows < place.Sq)[None, :]
         bias = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
         products = score_dot(k, q, PRECISION)
         x = scores(products, bias, row0, column0, r, c, scale, terms, place)
@@ -66,15 +63,13 @@ def _gather(
             dv = dot_add(tl.where(survives, p * terms.dropout_scale, 0.0), do, dv, PRECISION)
             dp = tl.where(survives, dp * terms.dropout_scale, 0.0)
         ds = through_softcap(p * (dp - row_delta[None, :]), products, scale, terms)
-        if EDGE:
-            ds = tl.where(taken, ds, 0.0)
         if terms.factor is not None:
             ds *= ds_scale
         dk = dot_add(ds, q, dk, PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
+@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "sequences", "threshold", "padded"])
 def attention_backward_keys_kernel(
     query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
     dout, settled,
@@ -82,7 +77,7 @@ def attention_backward_keys_kernel(
     q_strides, k_strides, v_strides, words_strides, live_strides, bias_strides, slopes_strides, ids_strides,
     table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dk_strides, dv_strides, padded,
-    tiles,
+    tiles, sequences,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
     NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr, TOGETHER: tl.constexpr,
@@ -92,20 +87,17 @@ def attention_backward_keys_kernel(
         words, words_strides, live, live_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
         key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
-    pid = tl.program_id(0)
-    tile = pid % tiles
+    b, h_kv, tile = program_of(tl.program_id(0), tiles, Hq // group, cu_k, sequences, BLOCK_N)
     column0 = tile * BLOCK_N
-    Hkv = Hq // group
-    b = pid // tiles // Hkv
-    h_kv = pid // tiles % Hkv
     place = place_of(b, h_kv * group, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
     length = place.Sq + place.offset
     if column0 >= length:
         return
     j = column0 + tl.arange(0, BLOCK_N)
     used = j < place.Sk
-    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k, NEAR), column0, used, BLOCK_N, D, BLOCK_D)
-    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k, NEAR), column0, used, BLOCK_N, DV, BLOCK_DV)
+    loadable = seen_keys(0, column0, terms, place, place.Sq, BLOCK_N)
+    plain_k = load_tile(head_of(key, k_strides, b, h_kv, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
+    v = load_tile(head_of(value, v_strides, b, h_kv, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV)
     dk = zeros(BLOCK_N, BLOCK_D)
     dv = zeros(BLOCK_N, BLOCK_DV)
     # seen from a key the band is turned round
@@ -163,7 +155,8 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     """The launch for the terms, dout, the statistics of rows and their norm, and a table of runs."""
     *given, dout, _, _, _, table = inputs
     query, key, value = given[:3]
-    tiles = triton.cdiv(numbers.longest_k, tile.block_n)
+    cu_k = given[13]
+    total = tiles(key, cu_k, tile.block_n)  # type: ignore[arg-type]
     strides = (x.stride() for x in (dout, *outputs))  # type: ignore[union-attr]
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
@@ -172,6 +165,6 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
         NEAR=near(*given[:3], dout, *outputs), LOWER_RIGHT=numbers.lower_right, TOGETHER=numbers.together,
         **tile.launch_options(),
     )  # fmt: skip
-    args = (*arguments(given, table, numbers), *strides, padded, tiles)
-    total = tiles * heads(query, given[12]) // query.shape[1] * key.shape[1]  # type: ignore[arg-type, union-attr]
-    return Launch(attention_backward_keys_kernel, total, args, options)
+    args = (*arguments(given, table, numbers), *strides, padded, total, sequences(cu_k))
+    programs = total * key.shape[0] * key.shape[1]  # type: ignore[union-attr]
+    return Launch(attention_backward_keys_kernel, programs, args, options)

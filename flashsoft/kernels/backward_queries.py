@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tuning.attention import TileConfig, columns
-from .attention_launch import Numbers, arguments, heads, near
+from .attention_launch import Numbers, arguments, near, sequences, tiles
 from .attention_scores import bias_of, distance, kept, scores, through_softcap, unit
-from .attention_terms import Terms, place_of, positive_scale, signed_scale
+from .attention_terms import Terms, place_of, positive_scale, program_of, signed_scale
 from .backward_rows import statistics_at
 from .heads import (
     dot_add,
@@ -75,18 +75,15 @@ def _gather(
             dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)
         ds = p * (dp - row_delta[:, None])
         if SLOPES:
-            weighted = ds * distance(row0, column0, r, c, place)
-            if EDGE:
-                weighted = tl.where(taken, weighted, 0.0)
-            slope_sum += tl.sum(weighted, 1)
+            slope_sum += tl.sum(ds * distance(row0, column0, r, c, place), 1)
         ds = through_softcap(ds, products, scale, terms)
-        if EDGE:
-            ds = tl.where(taken, ds, 0.0)
         dq = dot_add(ds, k, dq, PRECISION)
     return dq, total, slope_sum
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold", "padded"])
+@triton.jit(
+    do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "sequences", "shares", "threshold", "padded"]
+)
 def attention_backward_queries_kernel(
     query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
     dout, settled,
@@ -94,35 +91,36 @@ def attention_backward_queries_kernel(
     q_strides, k_strides, v_strides, words_strides, live_strides, bias_strides, slopes_strides, ids_strides,
     table_strides,
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, dq_strides, padded, tiles,
+    sequences, shares,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
     NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M queries; unless None, 1 / (the sum of each row's weights) in `norm`, and a program's share of sums.
+    """dq of BLOCK_M queries; unless None, 1 / (the sum of each row's weights) in `norm`, and a tile's share of sums.
 
-    `norm` begins as ones, `dslopes` and `dfactor` as zeros.
+    `norm` begins as ones, `dslopes` and `dfactor`, `shares` numbers a head, as zeros.
     """
     terms = Terms(
         words, words_strides, live, live_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
         key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
-    pid = tl.program_id(0)
-    tile = tiles - 1 - pid % tiles
-    row0 = tile * BLOCK_M
-    place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
-    if row0 >= place.Sq:
+    b, h, tile = program_of(tl.program_id(0), tiles, Hq, cu_q, sequences, BLOCK_M)
+    place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
+    tile = tl.cdiv(place.Sq, BLOCK_M) - 1 - tile
+    if tile < 0:
         return
-    b, h = place.b, place.h
+    row0 = tile * BLOCK_M
     k_head = head_of(key, k_strides, b, h // group, cu_k, NEAR)
     v_head = head_of(value, v_strides, b, h // group, cu_k, NEAR)
     rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
     head_scale = signed_scale(terms, place)
-    q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, D, BLOCK_D)
-    q = signed(q, head_scale, NEGATE)
-    do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
-    size = positive_scale(terms, place)
     row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
+    alive = there & (row_lse != float("inf"))
+    q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, D, BLOCK_D)
+    q = signed(q, head_scale, NEGATE)
+    do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, DV, BLOCK_DV)
+    size = positive_scale(terms, place)
     row_delta = tl.load(statistics_at(delta, place, padded, cu_q) + rows)
     dq = zeros(BLOCK_M, BLOCK_D)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -154,11 +152,11 @@ def attention_backward_queries_kernel(
         dq = scaled_rows(dq, row_norm)
         slope_sum *= row_norm
     if dslopes is not None:
-        tl.store(dslopes + pid, -tl.sum(slope_sum, 0))
+        tl.store(dslopes + place.stream * shares + tile, -tl.sum(slope_sum, 0))
     if dfactor is not None:
         # q was negated with the scale
         share = tile_products(dq, q)
-        tl.store(dfactor + pid, share * tl.where(head_scale < 0.0, -scale, scale))
+        tl.store(dfactor + place.stream * shares + tile, share * tl.where(head_scale < 0.0, -scale, scale))
     store_tile(head_of(dq_out, dq_strides, b, h, cu_q, NEAR), row0, there, scaled(dq, head_scale), D)
 
 
@@ -166,7 +164,8 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
     """The launch for the terms, dout and the statistics of rows, and a table of runs."""
     *given, dout, _, _, table = inputs
     query, _, value = given[:3]
-    tiles = triton.cdiv(numbers.longest_q, tile.block_m)
+    cu_q = given[12]
+    total = tiles(query, cu_q, tile.block_m)  # type: ignore[arg-type]
     strides = (dout.stride(), outputs[0].stride())  # type: ignore[union-attr]
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
@@ -175,12 +174,17 @@ def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, 
         NEAR=near(*given[:3], dout, outputs[0]), LOWER_RIGHT=numbers.lower_right,
         **tile.launch_options(),
     )  # fmt: skip
-    args = (*arguments(given, table, numbers), *strides, padded, tiles)
-    return Launch(attention_backward_queries_kernel, tiles * heads(query, given[12]), args, options)  # type: ignore[arg-type]
+    args = (*arguments(given, table, numbers), *strides, padded, total, sequences(cu_q), _longest(numbers, tile))
+    programs = total * query.shape[0] * query.shape[1]  # type: ignore[union-attr]
+    return Launch(attention_backward_queries_kernel, programs, args, options)
+
+
+def _longest(numbers: Numbers, tile: TileConfig) -> int:
+    """Tiles of the longest row of queries."""
+    return triton.cdiv(numbers.longest_q, tile.block_m)
 
 
 def shares(query: Tensor, cu_q: Tensor | None, numbers: Numbers, tile: TileConfig) -> Tensor:
-    """Zeros (B or sequences, Hq, tiles), for one number a program."""
-    Hq = query.shape[1]
-    tiles = triton.cdiv(numbers.longest_q, tile.block_m)
-    return query.new_zeros((heads(query, cu_q) // Hq, Hq, tiles), dtype=torch.float32)
+    """Zeros (B or sequences, Hq, tiles), for one number a tile."""
+    B, Hq = query.shape[:2]
+    return query.new_zeros((sequences(cu_q) or B, Hq, _longest(numbers, tile)), dtype=torch.float32)

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tuning.attention import PREPARE_ROWS, ROW_PADDING, columns
-from .attention_launch import Numbers, heads, near
-from .attention_terms import place_of
+from .attention_launch import Numbers, near, sequences, tiles
+from .attention_terms import place_of, program_of
 from .heads import head_of, load_tile, row_products
 from .launch import Launch, Tensors, launch
 from .softmax import LN2, LOG2E, settle, weights
@@ -30,22 +30,24 @@ def statistics_at(pointer, place, padded, cu_q):
         return pointer + place.h.to(tl.int64) * padded + start
 
 
-@triton.jit(do_not_specialize=["Sq", "Hq", "padded", "tiles"])
+@triton.jit(do_not_specialize=["Sq", "Hq", "padded", "tiles", "sequences", "shares"])
 def attention_prepare_kernel(
     out, dout, dlse, lse, sink, cu_q, settled, delta, dsink, out_strides, dout_strides, dlse_strides, Sq, Hq, padded,
-    tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, NEAR: tl.constexpr,
+    tiles, sequences, shares, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Per query: the settled lse, +inf if it sees no key, and delta = row(out * dout) - dlse.
 
-    Per program, what its rows give to dsink: a sink's weight is p = exp(sink - lse), its value 0, so that its ds is
-    p * (0 - delta).
+    In dsink, `shares` numbers a head, what a program's rows give to it: a sink's weight is p = exp(sink - lse), its
+    value 0, so that its ds is p * (0 - delta).
     """
     pid = tl.program_id(0)
-    place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sq, None, cu_q, cu_q, False)
-    row0 = pid % tiles * BLOCK_M
-    rows = row0 + tl.arange(0, BLOCK_M)
-    if row0 >= tl.cdiv(place.Sq, PADDING) * PADDING:
+    parts: tl.constexpr = PADDING // BLOCK_M
+    b, h, tile = program_of(pid // parts, tiles, Hq, cu_q, sequences, PADDING)
+    place = place_of(b, h, Hq, Sq, Sq, None, cu_q, cu_q, False)
+    if tile * PADDING >= place.Sq:
         return
+    row0 = tile * PADDING + pid % parts * BLOCK_M
+    rows = row0 + tl.arange(0, BLOCK_M)
     there = rows < place.Sq
     o = load_tile(head_of(out, out_strides, place.b, place.h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
     do = load_tile(head_of(dout, dout_strides, place.b, place.h, cu_q, NEAR), row0, there, BLOCK_M, DV, BLOCK_DV)
@@ -64,19 +66,20 @@ def attention_prepare_kernel(
         sink_score = tl.load(sink + place.h).to(tl.float32)
         alone = row_lse <= sink_score * LOG2E * LN2  # as the forward rounds it
     tl.store(statistics_at(settled, place, padded, cu_q) + rows, tl.where(alone, float("inf"), settled_lse))
-    tl.store(statistics_at(delta, place, padded, cu_q) + rows, row_delta)
+    tl.store(statistics_at(delta, place, padded, cu_q) + rows, tl.where(alone, 0.0, row_delta))
     if dsink is not None:
         p = weights(sink_score, settled_lse)
-        tl.store(dsink + pid, -tl.sum(tl.where(p == 0.0, 0.0, p * row_delta), 0))
+        tl.store(dsink + place.stream * shares + row0 // BLOCK_M, -tl.sum(tl.where(p == 0.0, 0.0, p * row_delta), 0))
 
 
-def _plan(inputs: Tensors, outputs: Tensors, padded: int, tiles: int) -> Launch:
+def _plan(inputs: Tensors, outputs: Tensors, padded: int, shares: int) -> Launch:
     out, dout, dlse, _, _, cu_q = inputs
-    _, Hq, Sq, Dv = out.shape  # type: ignore[union-attr]
+    B, Hq, Sq, Dv = out.shape  # type: ignore[union-attr]
     strides = [None if x is None else x.stride() for x in (out, dout, dlse)]
     options = dict(DV=Dv, BLOCK_M=PREPARE_ROWS, BLOCK_DV=columns(Dv), NEAR=near(out, dout), num_warps=4)
-    total = tiles * heads(out, cu_q)  # type: ignore[arg-type]
-    return Launch(attention_prepare_kernel, total, (*strides, Sq, Hq, padded, tiles), options)
+    total = tiles(out, cu_q, ROW_PADDING)  # type: ignore[arg-type]
+    args = (*strides, Sq, Hq, padded, total, sequences(cu_q), shares)
+    return Launch(attention_prepare_kernel, total * (ROW_PADDING // PREPARE_ROWS) * B * Hq, args, options)
 
 
 def prepare(
@@ -91,10 +94,9 @@ def prepare(
 ) -> tuple[Tensor, Tensor, int, Tensor | None]:
     """The settled lse and delta of every query, the length of their rows, and the gradient of a sink, if needed."""
     B, Hq, Sq, _ = out.shape
-    sequences = 0 if cu_q is None else cu_q.shape[0] - 1
-    padded = triton.cdiv(Sq + sequences * ROW_PADDING, ROW_PADDING) * ROW_PADDING
+    padded = triton.cdiv(Sq + sequences(cu_q) * ROW_PADDING, ROW_PADDING) * ROW_PADDING
     settled, delta = lse.new_empty(2, B * Hq, padded)
-    tiles = triton.cdiv(numbers.longest_q, ROW_PADDING) * (ROW_PADDING // PREPARE_ROWS)
-    dsink = None if not sink_needs_gradient else lse.new_zeros(sequences or B, Hq, tiles)
-    launch(_plan, (out, dout, dlse, lse, sink, cu_q), (settled, delta, dsink), padded, tiles)
+    shares = triton.cdiv(numbers.longest_q, ROW_PADDING) * (ROW_PADDING // PREPARE_ROWS)
+    dsink = None if not sink_needs_gradient else lse.new_zeros(sequences(cu_q) or B, Hq, shares)
+    launch(_plan, (out, dout, dlse, lse, sink, cu_q), (settled, delta, dsink), padded, shares)
     return settled, delta, padded, None if dsink is None else dsink.sum((0, 2))

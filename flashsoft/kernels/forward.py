@@ -20,9 +20,9 @@ import triton.language as tl
 from ..reference.attention import empty_output
 from ..terms import Terms as Given
 from ..tuning.attention import TileConfig, columns, forward_config
-from .attention_launch import Numbers, arguments, heads, masked, near, numbers, table_of, tensors
+from .attention_launch import Numbers, arguments, kind, near, numbers, sequences, table_of, tensors, tiles
 from .attention_scores import bias_of, kept, scores, unit
-from .attention_terms import Terms, place_of, positive_scale, signed_scale
+from .attention_terms import Terms, place_of, positive_scale, program_of, signed_scale
 from .heads import dot_add, head_of, load_tile, scaled_rows, score_dot, signed, store_tile, zeros
 from .launch import Launch, Tensors, launch
 from .masking import runs, seen_keys, visible
@@ -60,30 +60,29 @@ def _attend(
     return m, s, acc
 
 
-@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "threshold"])
+@triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "tiles", "sequences", "threshold"])
 def attention_forward_kernel(
     query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
     table, out, lse,
     q_strides, k_strides, v_strides, words_strides, live_strides, bias_strides, slopes_strides, ids_strides,
     table_strides,
-    Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles,
+    Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, out_strides, tiles, sequences,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr,
     NEAR: tl.constexpr, LOWER_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BLOCK_M queries; `tiles` of them reach over the longest sequence."""
+    """out and lse of BLOCK_M queries."""
     terms = Terms(
         words, words_strides, live, live_strides, bias, bias_strides, slopes, slopes_strides, factor, query_ids,
         key_ids, ids_strides, lengths, seed, scale, softcap, threshold, dropout_scale, lo, hi,
     )  # fmt: skip
-    pid = tl.program_id(0)
+    b, h, tile = program_of(tl.program_id(0), tiles, Hq, cu_q, sequences, BLOCK_M)
+    place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
     # the last rows see most under a causal mask: they start first, and the tiles of a head run side by side
-    tile = tiles - 1 - pid % tiles
-    row0 = tile * BLOCK_M
-    place = place_of(pid // tiles // Hq, pid // tiles % Hq, Hq, Sq, Sk, lengths, cu_q, cu_k, LOWER_RIGHT)
-    if row0 >= place.Sq:
+    tile = tl.cdiv(place.Sq, BLOCK_M) - 1 - tile
+    if tile < 0:
         return
-    b, h = place.b, place.h
+    row0 = tile * BLOCK_M
     k_head = head_of(key, k_strides, b, h // group, cu_k, NEAR)
     v_head = head_of(value, v_strides, b, h // group, cu_k, NEAR)
     rows = row0 + tl.arange(0, BLOCK_M)
@@ -125,8 +124,9 @@ def attention_forward_kernel(
 def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, config: TileConfig) -> Launch:
     *given, table = inputs
     query, _, value = given[:3]
-    tiles = triton.cdiv(numbers.longest_q, config.block_m)
-    args = (*arguments(given, table, numbers), outputs[0].stride(), tiles)  # type: ignore[union-attr]
+    cu_q = given[12]
+    total = tiles(query, cu_q, config.block_m)  # type: ignore[arg-type]
+    args = (*arguments(given, table, numbers), outputs[0].stride(), total, sequences(cu_q))  # type: ignore[union-attr]
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
@@ -134,7 +134,8 @@ def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, config: TileConfi
         NEAR=near(*given[:3], outputs[0]), LOWER_RIGHT=numbers.lower_right,
         **config.launch_options(),
     )  # fmt: skip
-    return Launch(attention_forward_kernel, tiles * heads(query, given[12]), args, options)  # type: ignore[arg-type]
+    programs = total * query.shape[0] * query.shape[1]  # type: ignore[union-attr]
+    return Launch(attention_forward_kernel, programs, args, options)
 
 
 def attention_forward(
@@ -148,7 +149,7 @@ def attention_forward(
         clear_tail(terms.cu_q, out)
         clear_tail(terms.cu_q, lse.unsqueeze(3), float("-inf"))
     if lse.numel() > 0:
-        config = forward_config(query, value.shape[3], masked(terms))
+        config = forward_config(query, value.shape[3], kind(terms))
         given = (query, key, value, *tensors(query, key, terms))
         table = table_of(given, config.block_m, config.block_n)
         launch(_plan, (*given, table), (out, lse), numbers(query, key, terms), config)

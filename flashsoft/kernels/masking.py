@@ -47,14 +47,14 @@ def runs(first, last, size, lo, hi, shift, table, BLOCK: tl.constexpr, TAIL_IS_E
 
 
 @triton.jit
-def seen_keys(row0, column0, terms, place, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_N,): which keys a tile of queries may load: those in the band of one of them, and seen by any query."""
+def seen_keys(row0, column0, terms, place, rows, BLOCK_N: tl.constexpr):
+    """(BLOCK_N,): which keys so many rows may load: those in the band of one of them, and seen by any query."""
     j = column0 + tl.arange(0, BLOCK_N)
     keep = j < place.Sk
     if terms.lo is not None:
         keep = keep & (j >= row0 + terms.lo + place.shift)
     if terms.hi is not None:
-        keep = keep & (j <= tl.minimum(row0 + BLOCK_M, place.Sq) - 1 + terms.hi + place.shift)
+        keep = keep & (j <= tl.minimum(row0 + rows, place.Sq) - 1 + terms.hi + place.shift)
     if terms.live is not None:
         live = at_head(terms.live, terms.live_strides, place)
         keep = keep & live_of(live, terms.live_strides, column0, place.Sk, BLOCK_N)

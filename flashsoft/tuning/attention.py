@@ -2,15 +2,17 @@
 
 A ladder lists tiles from the fastest down to the smallest; a problem gets the first that fits the shared memory of
 its device. The 16-bit ladders for Hopper and heads of 64 and 128 were measured on an H200 (torch 2.11, triton 3.6,
-2026-11-30; bf16, B * S = 16,384, S of 1,024, 4,096 and 16,384, causal and not) among four to ten tiles each. All others
-were chosen by the compiler's word, the largest tiles that spill little, and no device has timed them; of the masked
-ones only those for heads of 128, forward and keys, with a bias. Sequence lengths play no part.
+2026-11-30; bf16, B * S = 16,384, S of 1,024, 4,096 and 16,384, causal and not) among four to ten tiles each; those for
+masks on 2026-12-01 by a boolean one (S 4,096) and documents (16,384), those for terms by a bias and dropout (4,096).
+All others were chosen by the compiler's word, the largest tiles that spill little, and no device has timed them.
+Sequence lengths play no part.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -43,6 +45,8 @@ class BackwardConfig:
     queries: TileConfig
 
 
+# what makes a score: its product under a band at most, a mask that is looked up, or terms that are added or drawn
+Kind = Literal["plain", "masked", "scored"]
 Ladder = tuple[TileConfig, ...]
 
 
@@ -78,24 +82,39 @@ HOPPER: dict[tuple[int, int], Ladders] = {
         queries=(TileConfig(32, 32, 8, 1),),
     ),
 }
-# the same with a mask, a bias, a softcap or dropout, for which a tile of scores takes more registers
+_WIDE = Ladders(
+    forward=(TileConfig(128, 32, 8, 2),),
+    keys=(TileConfig(32, 64, 8, 1),),
+    queries=(TileConfig(128, 32, 8, 1),),
+)
+# the same with segments or a boolean tensor, and with a bias, a softcap or dropout: a score takes more registers
 HOPPER_MASKED: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
-        forward=(TileConfig(64, 64, 4, 2),),
-        keys=(TileConfig(32, 64, 4, 2),),
-        queries=(TileConfig(64, 64, 4, 2),),
+        forward=(TileConfig(64, 64, 4, 3),),
+        keys=(TileConfig(64, 64, 4, 3),),
+        queries=(TileConfig(64, 32, 4, 3),),
     ),
     (2, 128): Ladders(
-        forward=(TileConfig(64, 64, 4, 2),),
-        keys=(TileConfig(32, 64, 4, 3),),
+        forward=(TileConfig(64, 64, 4, 3),),
+        keys=(TileConfig(64, 64, 4, 2),),
         queries=(TileConfig(64, 64, 4, 2),),
     ),
-    (2, 256): Ladders(
-        forward=(TileConfig(128, 32, 8, 2),),
-        keys=(TileConfig(32, 64, 8, 1),),
-        queries=(TileConfig(128, 32, 8, 1),),
-    ),
+    (2, 256): _WIDE,
 }
+HOPPER_SCORED: dict[tuple[int, int], Ladders] = {
+    (2, 64): Ladders(
+        forward=(TileConfig(64, 64, 4, 3),),
+        keys=(TileConfig(64, 64, 4, 2),),
+        queries=(TileConfig(64, 64, 4, 3),),
+    ),
+    (2, 128): Ladders(
+        forward=(TileConfig(128, 64, 8, 3),),
+        keys=(TileConfig(64, 128, 8, 3),),
+        queries=(TileConfig(128, 64, 8, 3),),
+    ),
+    (2, 256): _WIDE,
+}
+_HOPPER = {"plain": HOPPER, "masked": {**HOPPER, **HOPPER_MASKED}, "scored": {**HOPPER, **HOPPER_SCORED}}
 PORTABLE: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
         forward=(TileConfig(64, 64, 4, 2),),
@@ -205,25 +224,25 @@ def device(index: int) -> Device:
     return Device(target.backend == "cuda" and target.arch // 10 == 9, limit)
 
 
-def forward_config(query: torch.Tensor, Dv: int, masked: bool) -> TileConfig:
-    """The tile of the forward kernel; `masked` if more than a band and a scale makes the scores."""
+def forward_config(query: torch.Tensor, Dv: int, kind: Kind) -> TileConfig:
+    """The tile of the forward kernel."""
     if triton.knobs.runtime.interpret:
         return INTERPRETED
-    return _choose(query.shape[3], Dv, query.itemsize, masked, device(query.device.index or 0))[0]
+    return _choose(query.shape[3], Dv, query.itemsize, kind, device(query.device.index or 0))[0]
 
 
-def backward_config(query: torch.Tensor, Dv: int, masked: bool) -> BackwardConfig:
+def backward_config(query: torch.Tensor, Dv: int, kind: Kind) -> BackwardConfig:
     """The tiles of the backward kernels."""
     if triton.knobs.runtime.interpret:
         return BackwardConfig(INTERPRETED, INTERPRETED)
-    return _choose(query.shape[3], Dv, query.itemsize, masked, device(query.device.index or 0))[1]
+    return _choose(query.shape[3], Dv, query.itemsize, kind, device(query.device.index or 0))[1]
 
 
 @functools.cache
-def _choose(D: int, Dv: int, itemsize: int, masked: bool, target: Device) -> tuple[TileConfig, BackwardConfig]:
+def _choose(D: int, Dv: int, itemsize: int, kind: Kind, target: Device) -> tuple[TileConfig, BackwardConfig]:
     key = (itemsize, min(512, max(64, int(triton.next_power_of_2(max(D, Dv))))))
     row_bytes = (padded(D) + padded(Dv)) * itemsize
-    own = {**HOPPER, **HOPPER_MASKED} if masked else HOPPER
+    own = _HOPPER[kind]
     ladders = own[key] if target.hopper and key in own else PORTABLE[key]
 
     def first(ladder: Ladder, owned: tuple[str, float], streamed: tuple[str, float]) -> TileConfig:
