@@ -168,6 +168,17 @@ MASKS: dict[str, MaskCase] = {
             & (torch.arange(c.Sk) < (_lengths_of(c) - 1).unsqueeze(-1))[:, None, None]
         ),
     ),
+    "causal_and_bool_qk": MaskCase(
+        lambda c, device: Causal() & _random_keep(c.Sq, c.Sk).to(device),
+        lambda c: oracle.causal(c.Sq, c.Sk) & _random_keep(c.Sq, c.Sk),
+    ),
+    "causal_and_late_keys": MaskCase(
+        lambda c, device: Causal() & _late(c)[:1].to(device), lambda c: oracle.causal(c.Sq, c.Sk) & _late(c)[:1]
+    ),
+    "window_and_segments_b": MaskCase(
+        lambda c, device: Window(3, 1) & Segments(tuple(ids.to(device) for ids in _ids(c, c.B))),
+        lambda c: oracle.band(c.Sq, c.Sk, 3, 1, c.Sk - c.Sq) & _segments(c, c.B),
+    ),
     "causal_and_padding": MaskCase(
         lambda c, device: Causal() & _padding(c).to(device), lambda c: oracle.causal(c.Sq, c.Sk) & _padding(c)
     ),
