@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import HAS_GPU, INTERPRETED
-from inputs import draw
 from torch import Tensor
 
 if not HAS_GPU and not INTERPRETED:
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashsoft.kernels import interpreter  # noqa: F401 (before any kernel is launched)
-from flashsoft.kernels.softcap import softcap
+from flashsoft.kernels.softcap import softcap, softcap_slope
 from flashsoft.kernels.softmax import exponential_folded, fold
 from flashsoft.tuning.losses import GRADIENT, OVERWRITE, STATE, loss_config, pieces
 from flashsoft.tuning.rows import Device, parts
@@ -39,9 +38,16 @@ def softcap_kernel(x, y, cap, COLS: tl.constexpr):
     tl.store(y + at, softcap(tl.load(x + at), cap))
 
 
+@triton.jit
+def softcap_slope_kernel(x, y, cap, COLS: tl.constexpr):
+    at = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    tl.store(y + at, softcap_slope(tl.load(x + at), cap))
+
+
 def run(kernel: object, x: Tensor, *args: float) -> Tensor:
+    """The kernel's result for each row of x, a power of two wide."""
     y = torch.full_like(x, float("nan"))
-    kernel[(x.numel() // COLS,)](x, y, *args, COLS=COLS)  # type: ignore[index]
+    kernel[(x.shape[0],)](x, y, *args, COLS=x.shape[1])  # type: ignore[index]
     return y
 
 
@@ -61,15 +67,37 @@ def test_folded_exponents_of_infinities(device: torch.device) -> None:
     assert run(folded_kernel, x).tolist() == [[0.0] * 8, [0.0, 1.0] * 4, [inf, 1.0] * 4]
 
 
-@pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
+@pytest.mark.parametrize("cap", [1e-3, 0.5, 0.7, 3.0, 30.0, 1e6])
 def test_softcap_is_good_to_a_few_ulp(cap: float, device: torch.device) -> None:
-    x = torch.cat([draw(512, device="cpu", std=std * cap) for std in (1e-6, 1e-2, 0.2, 0.3, 1.0, 5.0)])
-    x[:8] = torch.tensor([0.0, float("inf"), -float("inf"), 1e30, -1e30, 0.25 * cap, -0.25 * cap, float("nan")])
+    """Everywhere in what x / cap can be: x far below the cap, where tanh(a) is a, and far above."""
+    cap = float(torch.tensor(cap))  # as kernels have it
+    a = torch.cat((torch.logspace(-30, -3, 8192), torch.logspace(-3, 1, 32768), torch.logspace(1, 30, 8192)))
+    x = (torch.cat((a, -a)) * cap).view(-1, 4096)
     y = run(softcap_kernel, x.to(device), cap).double().cpu()
     want = cap * torch.tanh(x.double() / cap)
-    assert bool(y[7].isnan())
-    y[7] = want[7] = 0.0
-    assert bool(((y - want).abs() <= 4 * EPS * want.abs()).all())
+    error = (y - want) / want
+    assert float(error.abs().max()) <= 4 * EPS
+    middle = (x.abs() > 1e-3 * cap) & (x.abs() < 10 * cap)
+    assert float(error[middle].square().mean().sqrt()) <= EPS
+    slope = run(softcap_slope_kernel, x.to(device), cap).double().cpu()
+    assert float((slope - torch.cosh(x.double() / cap) ** -2).abs().max()) <= 4 * EPS
+    far = x.abs() > 9 * cap
+    assert bool((slope[far] < 2e-7).all())  # it falls on towards 0
+    rising = y.flatten()[x.flatten().argsort()].diff()
+    assert float(rising.min()) >= -4 * EPS * cap
+
+
+@pytest.mark.parametrize("cap", [1e-3, 30.0, 1e6])
+def test_softcap_of_what_is_not_finite_or_tiny(cap: float, device: torch.device) -> None:
+    inf, tiny = float("inf"), 2.0**-126
+    x = torch.tensor([[0.0, -0.0, inf, -inf, 3e38, -3e38, float("nan"), tiny / 8]], device=device)
+    y, slope = run(softcap_kernel, x, cap).cpu()[0], run(softcap_slope_kernel, x, cap).cpu()[0]
+    torch.testing.assert_close(y[:6], torch.tensor([0.0, 0.0, cap, -cap, cap, -cap]), rtol=2 * EPS, atol=0.0)
+    assert y[:2].signbit().tolist() == [False, True]
+    assert bool(y[6].isnan()) and bool(slope[6].isnan())
+    assert 0.0 <= float(y[7]) <= tiny * max(1.0, cap)  # a GPU may take it for 0
+    torch.testing.assert_close(slope[[0, 1, 7]], torch.ones(3), rtol=2 * EPS, atol=0.0)
+    torch.testing.assert_close(slope[2:6], torch.zeros(4), rtol=0.0, atol=1e-30)
 
 
 H200 = Device("sm_90", 132)

@@ -1,7 +1,7 @@
 """From products to scores: scale, softcap, bias and ALiBi, in that order; and what dropout keeps.
 
-Where a softcap, a bias or ALiBi leaves scores in their own units, `unit` is 1; else the products themselves are the
-scores, in units of 1 / scale, and the exponent's one FMA scales them for nothing.
+Where a bias or ALiBi leaves scores in their own units, `unit` is 1; else the products themselves are the scores, in
+units of 1 / scale, or a softcap's tanh in those of the cap, and the exponent's one FMA scales them for nothing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,25 @@ import triton
 import triton.language as tl
 
 from .attention_terms import at_head, tile_of
-from .softcap import softcap, softcap_slope
+from .softcap import tanh, tanh_slope
 
 ROUNDS: tl.constexpr = tl.constexpr(7)  # of Philox4x32: enough for the statistical tests of its authors
 
 
 @triton.jit
+def _height(scale, terms):
+    """What products are multiplied by, or, with a softcap, their tanh."""
+    if terms.softcap is None:
+        return scale
+    else:
+        return terms.softcap
+
+
+@triton.jit
 def unit(scale, terms):
     """What scores are to be multiplied by, for a head of this scale > 0."""
-    if (terms.softcap is None) and (terms.bias is None) and (terms.slopes is None):
-        return scale
+    if (terms.bias is None) and (terms.slopes is None):
+        return _height(scale, terms)
     else:
         return 1.0
 
@@ -54,9 +63,9 @@ def bias_of(row0, column0, rows, columns, terms, place, TOGETHER: tl.constexpr):
 def scores(x, bias, row0, column0, rows, columns, scale, terms, place):
     """The scores of a tile, whose first are row0 and column0, shaped as its products x, before the mask."""
     if terms.softcap is not None:
-        x = softcap(x * scale, terms.softcap)
-    elif (terms.bias is not None) or (terms.slopes is not None):
-        x = x * scale
+        x = tanh(x * (scale * (1.0 / terms.softcap)))
+    if (terms.bias is not None) or (terms.slopes is not None):
+        x = x * _height(scale, terms)
     if terms.bias is not None:
         x += bias.to(tl.float32)
     if terms.slopes is not None:
@@ -69,7 +78,7 @@ def scores(x, bias, row0, column0, rows, columns, scale, terms, place):
 def through_softcap(ds, x, scale, terms):
     """The gradient of scores as one of scale * x, for the products x."""
     if terms.softcap is not None:
-        ds = ds * softcap_slope(x * scale, terms.softcap)
+        ds = ds * tanh_slope(x * (scale * (1.0 / terms.softcap)))
     return ds
 
 
