@@ -161,6 +161,20 @@ def terms(dtype: torch.dtype, D: int, Dv: int, *, packed: bool = False) -> Call:
     return call
 
 
+def biased(dtype: torch.dtype, D: int, **options: Any) -> Call:
+    """Attention with a bias that takes a gradient."""
+
+    def call() -> None:
+        import flashsoft
+
+        q, k, v = (torch.empty(1, 4, S, D, dtype=dtype, requires_grad=True) for S in (256, 512, 512))
+        bias = torch.empty(4, 256, 512, dtype=dtype, requires_grad=True)
+        out = flashsoft.attention(q, k, v, bias=bias, **options)
+        out.backward(torch.empty_like(out))
+
+    return call
+
+
 def rows(name: str, dtype: torch.dtype, *shape: int, dim: int = -1) -> Call:
     def call() -> None:
         import flashsoft
@@ -238,6 +252,9 @@ def cases() -> dict[str, Call]:
     for name, D in (("bf16", 64), ("fp16", 128), ("fp32", 64)):
         table[f"attention-{name}-d{D}v{min(D, 512)}-terms"] = terms(types[name], D, min(D, 512))
     table["attention-bf16-d128v128-packed"] = terms(torch.bfloat16, 128, 128, packed=True)
+    table["attention-fp16-d64v64-bias"] = biased(torch.float16, 64)
+    table["attention-bf16-d128v128-bias"] = biased(torch.bfloat16, 128)
+    table["attention-bf16-d128v128-bias-more"] = biased(torch.bfloat16, 128, softcap=30.0, dropout_p=0.1)
     table["attention-bf16-d64v64-causal-dlse"] = attention(torch.bfloat16, 64, 64, "causal", dlse=True)
     table["attention-bf16-d64v64-negative"] = attention(torch.bfloat16, 64, 64, "none", scale=-0.5)
     for name in ("softmax", "log_softmax", "logsumexp"):

@@ -312,8 +312,8 @@ def everywhere_masked(leaves: dict[str, Tensor], keep: Tensor | None) -> None:
 
 @pytest.mark.parametrize(
     "mask",
-    ["causal", "window_upper_5_1", "segments_b", "lengths_b", "dead_rows", "all_of_them_b"]
-    + ["causal_and_bool_qk", "causal_and_late_keys", "window_and_segments_b"],
+    "causal window_upper_5_1 segments_b lengths_b dead_rows all_of_them_b".split()
+    + "causal_and_bool_qk causal_and_late_keys window_and_segments_b".split(),
 )
 @pytest.mark.parametrize("Sq, Sk, sink", [(13, 21, False), (21, 13, False), (21, 13, True)])
 def test_garbage_where_nothing_takes_part(

@@ -86,11 +86,13 @@ def turned(given: Tensors) -> Tensors:
     return (query, key, value, turned_bits(words, query.shape[2], key.shape[2]), *others)  # type: ignore[union-attr]
 
 
-def kind(terms: Terms) -> Kind:
-    """What the choice of tiles asks of the terms."""
-    if any(term is not None for term in (terms.bias, terms.seed, terms.softcap)):
-        return "scored"
-    return "plain" if terms.keep is None and terms.query_ids is None else "masked"
+def kind(query: Tensor, terms: Terms) -> Kind:
+    """What the choice of tiles asks of the terms; a bias wider than queries leaves no room for large ones."""
+    wide = terms.bias is not None and terms.bias.itemsize > query.itemsize
+    if wide or terms.keep is not None or terms.query_ids is not None:
+        return "masked"
+    scored = any(term is not None for term in (terms.bias, terms.seed, terms.softcap))
+    return "scored" if scored else "plain"
 
 
 def _close(x: Tensor) -> Tensor:

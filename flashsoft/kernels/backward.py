@@ -41,7 +41,7 @@ def attention_backward(
     wanted = Gradients(*needs)
     if lse.numel() == 0 or key.shape[2] == 0:
         return _without_scores(dlse, query, key, value, terms, wanted)
-    config = backward_config(query, value.shape[3], kind(terms))
+    config = backward_config(query, value.shape[3], kind(query, terms))
     n = numbers(query, key, terms)
     given = (query, key, value, *tensors(query, key, terms))
     sink, cu_q = given[7], given[12]

@@ -149,7 +149,7 @@ def attention_forward(
         clear_tail(terms.cu_q, out)
         clear_tail(terms.cu_q, lse.unsqueeze(3), float("-inf"))
     if lse.numel() > 0:
-        config = forward_config(query, value.shape[3], kind(terms))
+        config = forward_config(query, value.shape[3], kind(query, terms))
         given = (query, key, value, *tensors(query, key, terms))
         table = table_of(given, config.block_m, config.block_n)
         launch(_plan, (*given, table), (out, lse), numbers(query, key, terms), config)

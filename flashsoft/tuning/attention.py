@@ -45,7 +45,7 @@ class BackwardConfig:
     queries: TileConfig
 
 
-# what makes a score: its product under a band at most, a mask that is looked up, or terms that are added or drawn
+# a score is its product, under a band at most; or a mask is looked up; or terms are added or drawn, and no mask
 Kind = Literal["plain", "masked", "scored"]
 Ladder = tuple[TileConfig, ...]
 
@@ -64,7 +64,7 @@ HOPPER: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
         forward=(TileConfig(64, 64, 4, 3, registers=128),),
         keys=(TileConfig(64, 64, 4, 3),),
-        queries=(TileConfig(128, 64, 8, 3, registers=128),),
+        queries=(TileConfig(64, 64, 4, 3),),
     ),
     (2, 128): Ladders(
         forward=(TileConfig(64, 64, 4, 3),),
