@@ -52,8 +52,9 @@ def test_a_tile_that_fits_is_chosen(
 
 
 def test_measured_tiles_are_used_on_the_device_they_were_measured_on() -> None:
-    for kind, table in (("plain", tuning.HOPPER), ("masked", tuning.HOPPER_MASKED), ("scored", tuning.HOPPER_SCORED)):
-        ladders = table[2, 128]
+    tables = {"masked": tuning.HOPPER_MASKED, "scored": tuning.HOPPER_SCORED, "mixed": tuning.HOPPER_MIXED}
+    for kind in get_args(tuning.Kind):
+        ladders = tables.get(kind, {}).get((2, 128), tuning.HOPPER[2, 128])
         forward, backward = tuning._choose(128, 128, 2, kind, tuning.Device(hopper=True, shared_memory=227 * KIB))
         assert (forward, backward.keys, backward.queries) == (ladders.forward[0], ladders.keys[0], ladders.queries[0])
 

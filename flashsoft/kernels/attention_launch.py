@@ -87,12 +87,13 @@ def turned(given: Tensors) -> Tensors:
 
 
 def kind(query: Tensor, terms: Terms) -> Kind:
-    """What the choice of tiles asks of the terms; a bias wider than queries leaves no room for large ones."""
-    wide = terms.bias is not None and terms.bias.itemsize > query.itemsize
-    if wide or terms.keep is not None or terms.query_ids is not None:
-        return "masked"
+    """What the choice of tiles asks of the terms."""
+    masked = terms.keep is not None or terms.query_ids is not None
     scored = any(term is not None for term in (terms.bias, terms.seed, terms.softcap))
-    return "scored" if scored else "plain"
+    wide = terms.bias is not None and terms.bias.itemsize > query.itemsize
+    if wide or (masked and scored):
+        return "mixed"
+    return "masked" if masked else "scored" if scored else "plain"
 
 
 def _close(x: Tensor) -> Tensor:

@@ -45,8 +45,9 @@ class BackwardConfig:
     queries: TileConfig
 
 
-# a score is its product, under a band at most; or a mask is looked up; or terms are added or drawn, and no mask
-Kind = Literal["plain", "masked", "scored"]
+# a score is its product under a band at most; or a mask is looked up; or terms are added or drawn; or both, or a bias
+# is wider than queries
+Kind = Literal["plain", "masked", "scored", "mixed"]
 Ladder = tuple[TileConfig, ...]
 
 
@@ -87,17 +88,12 @@ _WIDE = Ladders(
     keys=(TileConfig(32, 64, 8, 1),),
     queries=(TileConfig(128, 32, 8, 1),),
 )
-# the same with segments or a boolean tensor, and with a bias, a softcap or dropout: a score takes more registers
+# where scores take more registers, or a bias a part of shared memory
 HOPPER_MASKED: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
         forward=(TileConfig(64, 64, 4, 3),),
         keys=(TileConfig(64, 64, 4, 3),),
         queries=(TileConfig(64, 32, 4, 3),),
-    ),
-    (2, 128): Ladders(
-        forward=(TileConfig(64, 64, 4, 3),),
-        keys=(TileConfig(64, 64, 4, 2),),
-        queries=(TileConfig(64, 64, 4, 2),),
     ),
     (2, 256): _WIDE,
 }
@@ -114,7 +110,25 @@ HOPPER_SCORED: dict[tuple[int, int], Ladders] = {
     ),
     (2, 256): _WIDE,
 }
-_HOPPER = {"plain": HOPPER, "masked": {**HOPPER, **HOPPER_MASKED}, "scored": {**HOPPER, **HOPPER_SCORED}}
+HOPPER_MIXED: dict[tuple[int, int], Ladders] = {
+    (2, 64): Ladders(
+        forward=(TileConfig(64, 64, 4, 2),),
+        keys=(TileConfig(32, 64, 4, 2),),
+        queries=(TileConfig(64, 64, 4, 2),),
+    ),
+    (2, 128): Ladders(
+        forward=(TileConfig(64, 64, 4, 2),),
+        keys=(TileConfig(32, 64, 4, 2),),
+        queries=(TileConfig(64, 64, 4, 2),),
+    ),
+    (2, 256): _WIDE,
+}
+_HOPPER: dict[Kind, dict[tuple[int, int], Ladders]] = {
+    "plain": HOPPER,
+    "masked": {**HOPPER, **HOPPER_MASKED},
+    "scored": {**HOPPER, **HOPPER_SCORED},
+    "mixed": {**HOPPER, **HOPPER_MIXED},
+}
 PORTABLE: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
         forward=(TileConfig(64, 64, 4, 2),),
