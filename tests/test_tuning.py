@@ -82,6 +82,7 @@ def test_registers_are_limited_only_where_a_tile_says_so() -> None:
         *tuning.HOPPER.values(),
         *tuning.HOPPER_MASKED.values(),
         *tuning.HOPPER_SCORED.values(),
+        *tuning.HOPPER_MIXED.values(),
         *tuning.PORTABLE.values(),
     ):
         for tile in (*ladders.forward, *ladders.keys, *ladders.queries):

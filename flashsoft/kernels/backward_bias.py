@@ -23,6 +23,39 @@ from .masking import seen_keys, visible
 from .softmax import weights
 
 
+@triton.jit
+def _gradient(
+    query, key, value, dout, settled, delta, norm, q_strides, k_strides, v_strides, dout_strides, cu_q, cu_k, group,
+    padded, row0, column0, terms, place,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, NEAR: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """ds of one tile of scores."""
+    b, h = place.b, place.h
+    rows = row0 + tl.arange(0, BLOCK_M)
+    r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
+    row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
+    alive = (rows < place.Sq) & (row_lse != float("inf"))
+    q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, D, BLOCK_D)
+    k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
+    do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, DV, BLOCK_DV)
+    v = load_tile(head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV)
+    bias = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
+    x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
+    size = positive_scale(terms, place)
+    x = scores(x, bias, row0, column0, r, c, size, terms, place)
+    taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
+    x = tl.where(taken, x, float("-inf"))
+    p = weights(x, row_lse[:, None], unit(size, terms))
+    if norm is not None:
+        p *= tl.load(statistics_at(norm, place, padded, cu_q) + rows)[:, None]
+    dp = plain_dot(do, v, PRECISION)
+    if terms.seed is not None:
+        dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)
+    return p * (dp - tl.load(statistics_at(delta, place, padded, cu_q) + rows)[:, None])
+
+
 @triton.jit(do_not_specialize=["Sq", "Sk", "lo", "hi", "Hq", "group", "threshold", "padded", "batch", "share"])
 def attention_backward_bias_kernel(
     query, key, value, words, live, bias, slopes, sink, factor, query_ids, key_ids, lengths, cu_q, cu_k, seed,
@@ -33,8 +66,7 @@ def attention_backward_bias_kernel(
     Sq, Sk, Hq, group, scale, softcap, threshold, dropout_scale, lo, hi, dout_strides, sizes, batch, padded, share,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NEGATE: tl.constexpr, NEAR: tl.constexpr, BATCH: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of one share of dbias (shares, *sizes); `sizes` are those of the bias.
 
@@ -59,44 +91,31 @@ def attention_backward_bias_kernel(
     loop_heads = 1 if HEADS else Hq
     total = loop_columns * loop_rows * loop_heads * (1 if BATCH else batch)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for n in range(part * share, tl.minimum(part * share + share, total)):
+    for n in tl.range(part * share, tl.minimum(part * share + share, total), num_stages=STAGES):
         row0 = (own_row if ROWS else n // loop_columns % loop_rows) * BLOCK_M
         column0 = (own_column if COLUMNS else n % loop_columns) * BLOCK_N
         h = own_h if HEADS else n // loop_columns // loop_rows % loop_heads
         b = own_b if BATCH else n // loop_columns // loop_rows // loop_heads
         place = place_of(b, h, Hq, Sq, Sk, lengths, cu_q, cu_k, False)
-        met = column0 < place.Sk
-        last = tl.minimum(row0 + BLOCK_M, Sq) - 1
-        if lo is not None:
-            met = met & (tl.minimum(column0 + BLOCK_N, Sk) - 1 >= row0 + lo)
-        if hi is not None:
-            met = met & (column0 <= last + hi)
-        if met:
-            rows = row0 + tl.arange(0, BLOCK_M)
-            j = column0 + tl.arange(0, BLOCK_N)
-            r, c = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-            loadable = seen_keys(row0, column0, terms, place, BLOCK_M, BLOCK_N)
-            row_lse = tl.load(statistics_at(settled, place, padded, cu_q) + rows)
-            alive = (rows < Sq) & (row_lse != float("inf"))
-            q = load_tile(head_of(query, q_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, D, BLOCK_D)
-            k = load_tile(head_of(key, k_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, D, BLOCK_D)
-            taken = visible(row0, column0, r, c, terms, place, BLOCK_M, BLOCK_N, BY_KEYS=False)
-            added = bias_of(row0, column0, r, c, terms, place, TOGETHER=TOGETHER)
-            x = score_dot(signed(q, signed_scale(terms, place), NEGATE), k, PRECISION)
-            size = positive_scale(terms, place)
-            x = scores(x, added, row0, column0, r, c, size, terms, place)
-            x = tl.where(taken, x, float("-inf"))
-            p = weights(x, row_lse[:, None], unit(size, terms))
-            if norm is not None:
-                p *= tl.load(statistics_at(norm, place, padded, cu_q) + rows)[:, None]
-            do = load_tile(head_of(dout, dout_strides, b, h, cu_q, NEAR), row0, alive, BLOCK_M, DV, BLOCK_DV)
-            v = load_tile(
-                head_of(value, v_strides, b, h // group, cu_k, NEAR), column0, loadable, BLOCK_N, DV, BLOCK_DV
-            )
-            dp = plain_dot(do, v, PRECISION)
-            if terms.seed is not None:
-                dp = tl.where(kept(rows, column0, terms, place, BLOCK_N), dp * terms.dropout_scale, 0.0)
-            sums += p * (dp - tl.load(statistics_at(delta, place, padded, cu_q) + rows)[:, None])
+        # only loads that are made in every case are pipelined
+        if (lo is None) and (hi is None) and (lengths is None):
+            sums += _gradient(
+                query, key, value, dout, settled, delta, norm, q_strides, k_strides, v_strides, dout_strides, cu_q,
+                cu_k, group, padded, row0, column0, terms, place, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                PRECISION, NEGATE, NEAR, TOGETHER,
+            )  # fmt: skip
+        else:
+            met = column0 < place.Sk
+            if lo is not None:
+                met = met & (tl.minimum(column0 + BLOCK_N, Sk) - 1 >= row0 + lo)
+            if hi is not None:
+                met = met & (column0 <= tl.minimum(row0 + BLOCK_M, Sq) - 1 + hi)
+            if met:
+                sums += _gradient(
+                    query, key, value, dout, settled, delta, norm, q_strides, k_strides, v_strides, dout_strides, cu_q,
+                    cu_k, group, padded, row0, column0, terms, place, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                    PRECISION, NEGATE, NEAR, TOGETHER,
+                )  # fmt: skip
     out = dbias + (part * sizes[0] * sizes[1] + own_b * sizes[1] + own_h).to(tl.int64) * sizes[2] * sizes[3]
     i = own_row * BLOCK_M + tl.arange(0, BLOCK_M)
     j = own_column * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -126,7 +145,7 @@ def _plan(
         D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         PRECISION=numbers.precision, NEGATE=numbers.negate, NEAR=near(*given[:3], dout),
         BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], TOGETHER=numbers.together,
-        num_warps=tile.num_warps,
+        STAGES=2, num_warps=tile.num_warps,
     )  # fmt: skip
     args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
     return Launch(attention_backward_bias_kernel, programs, args, options)
