@@ -44,7 +44,7 @@ def test_a_tile_that_fits_is_chosen(
         assert all((t.block_m, t.block_n, t.num_stages) == (16, 16, 1) for t in (backward.keys, backward.queries))
         return
     assert tuning.legal(forward, forward.block_m // 2, forward.block_n, row_bytes, limit)
-    # float32 scores are two products, of the halves of what is streamed; wide rows in 16 bits are there twice as well
+    # what is streamed is there twice for TF32, and wide rows in 16 bits are as well
     more = 1.5 if (itemsize == 4) == (max(D, Dv) <= 256) else 1
     keys, queries = backward.keys, backward.queries
     assert tuning.legal(keys, keys.block_n, int(more * keys.block_m), row_bytes, limit)
@@ -73,6 +73,14 @@ def test_a_heads_columns_are_one_power_of_two_or_two_and_pad_little() -> None:
         assert all(part >= 16 and part & (part - 1) == 0 for part in parts) and list(parts) == sorted(parts)[::-1]
         assert parts == (whole,) or (len(parts) == 2 and sum(parts) < whole)
         assert 0 <= tuning.padded(head_dim) - head_dim < max(16, head_dim / 3) and tuning.padded(head_dim) == sum(parts)
+
+
+def test_chains_of_products_are_short() -> None:
+    for head_dim in range(1, 577):
+        parts, whole = tuning.columns(head_dim, chained=True), max(16, 1 << (head_dim - 1).bit_length())
+        assert all(part >= 16 and part & (part - 1) == 0 for part in parts)
+        assert len(set(parts[:-1])) <= 1 and parts[-1] <= parts[0] <= min(128, max(16, whole // 2))
+        assert sum(parts) == tuning.padded(head_dim)
 
 
 def test_registers_are_limited_only_where_a_tile_says_so() -> None:

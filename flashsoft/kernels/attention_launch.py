@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
 from ..terms import Terms
-from ..tuning.attention import Kind, input_precision
+from ..tuning.attention import Kind, columns, input_precision
 from .launch import Tensors
 from .live_keys import live_keys
 from .mask_bits import broadcast_strides, mask_bits, turned_bits
@@ -125,6 +126,14 @@ def tiles(x: Tensor, starts: Tensor | None, block: int) -> int:
     """How many tiles of `block` positions a head of x (B, H, S, D) has; of packed sequences, see `program_of`."""
     length = x.shape[2]
     return triton.cdiv(length, block) if starts is None else length // block + sequences(starts)
+
+
+def widths(given: Tensors, precision: str) -> dict[str, object]:
+    """The sizes of a key and a value, and the blocks of columns that tiles of them have."""
+    query, _, value, *_ = given
+    D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
+    chained = query.dtype == torch.float32 and precision == "ieee"  # type: ignore[union-attr]
+    return dict(D=D, DV=DV, BLOCK_D=columns(D, chained=chained), BLOCK_DV=columns(DV, chained=chained))
 
 
 def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[object, ...]:

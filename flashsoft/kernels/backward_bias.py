@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tuning.attention import BIAS_PROGRAMS, TileConfig, columns
-from .attention_launch import Numbers, arguments, near
+from ..tuning.attention import BIAS_PROGRAMS, TileConfig, bias_config
+from .attention_launch import Numbers, arguments, near, widths
 from .attention_scores import bias_of, kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, signed_scale
 from .backward_rows import statistics_at
@@ -134,18 +134,18 @@ def _plan(
     inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int, shares: int, share: int
 ) -> Launch:
     *given, dout, _, _, _ = inputs
-    query, _, value, _, _, bias = given[:6]
-    B, Hq, Sq, D = query.shape  # type: ignore[union-attr]
-    Sk, DV = numbers.longest_k, value.shape[3]  # type: ignore[union-attr]
+    query, bias = given[0], given[5]
+    B, Hq, Sq, _ = query.shape  # type: ignore[union-attr]
+    Sk = numbers.longest_k
     sizes = tuple(bias.shape)  # type: ignore[union-attr]
     has = [size == full for size, full in zip(sizes, (B, Hq, Sq, Sk), strict=True)]
     programs = shares * sizes[0] * sizes[1]
     programs *= triton.cdiv(sizes[2], tile.block_m) * triton.cdiv(sizes[3], tile.block_n)
     options = dict(
-        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        **widths(given, numbers.precision), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         PRECISION=numbers.precision, NEGATE=numbers.negate, NEAR=near(*given[:3], dout),
         BATCH=has[0], HEADS=has[1], ROWS=has[2], COLUMNS=has[3], TOGETHER=numbers.together,
-        STAGES=2, num_warps=tile.num_warps,
+        STAGES=tile.num_stages, **tile.launch_options(),
     )  # fmt: skip
     args = (*arguments(given, None, numbers), dout.stride(), sizes, B, padded, share)  # type: ignore[union-attr]
     return Launch(attention_backward_bias_kernel, programs, args, options)
@@ -168,5 +168,6 @@ def bias_gradient(inputs: Tensors, numbers: Numbers, tile: TileConfig, padded: i
     shares = triton.cdiv(loops, share)
     dtype = torch.float32 if shares > 1 else bias.dtype  # type: ignore[union-attr]
     dbias = torch.empty((shares, *sizes), dtype=dtype, device=bias.device)  # type: ignore[union-attr]
+    tile = bias_config(tile, query, inputs[2].shape[3], bias)  # type: ignore[arg-type, union-attr]
     launch(_plan, inputs, (dbias,), numbers, tile, padded, shares, share)
     return dbias[0] if shares == 1 else dbias.sum(0).to(bias.dtype)  # type: ignore[union-attr]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..tuning.attention import TileConfig, columns
-from .attention_launch import Numbers, arguments, near, sequences, tiles
+from ..tuning.attention import TileConfig
+from .attention_launch import Numbers, arguments, near, sequences, tiles, widths
 from .attention_scores import bias_of, kept_by_keys, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, program_of, signed_scale
 from .backward_rows import statistics_at
@@ -154,13 +154,11 @@ def attention_backward_keys_kernel(
 def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:
     """The launch for the terms, dout, the statistics of rows and their norm, and a table of runs."""
     *given, dout, _, _, _, table = inputs
-    query, key, value = given[:3]
-    cu_k = given[13]
+    key, cu_k = given[1], given[13]
     total = tiles(key, cu_k, tile.block_n)  # type: ignore[arg-type]
     strides = (x.stride() for x in (dout, *outputs))  # type: ignore[union-attr]
-    D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
-        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        **widths(given, numbers.precision), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
         NEAR=near(*given[:3], dout, *outputs), LOWER_RIGHT=numbers.lower_right, TOGETHER=numbers.together,
         **tile.launch_options(),

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tuning.attention import TileConfig, columns
-from .attention_launch import Numbers, arguments, near, sequences, tiles
+from ..tuning.attention import TileConfig
+from .attention_launch import Numbers, arguments, near, sequences, tiles, widths
 from .attention_scores import bias_of, distance, kept, scores, through_softcap, unit
 from .attention_terms import Terms, place_of, positive_scale, program_of, signed_scale
 from .backward_rows import statistics_at
@@ -163,13 +163,11 @@ def attention_backward_queries_kernel(
 def plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, tile: TileConfig, padded: int) -> Launch:
     """The launch for the terms, dout and the statistics of rows, and a table of runs."""
     *given, dout, _, _, table = inputs
-    query, _, value = given[:3]
-    cu_q = given[12]
+    query, cu_q = given[0], given[12]
     total = tiles(query, cu_q, tile.block_m)  # type: ignore[arg-type]
     strides = (dout.stride(), outputs[0].stride())  # type: ignore[union-attr]
-    D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
-        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        **widths(given, numbers.precision), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         STAGES=tile.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
         NEAR=near(*given[:3], dout, outputs[0]), LOWER_RIGHT=numbers.lower_right,
         **tile.launch_options(),

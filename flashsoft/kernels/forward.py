@@ -19,8 +19,8 @@ import triton.language as tl
 
 from ..reference.attention import empty_output
 from ..terms import Terms as Given
-from ..tuning.attention import TileConfig, columns, forward_config
-from .attention_launch import Numbers, arguments, kind, near, numbers, sequences, table_of, tensors, tiles
+from ..tuning.attention import TileConfig, forward_config
+from .attention_launch import Numbers, arguments, kind, near, numbers, sequences, table_of, tensors, tiles, widths
 from .attention_scores import bias_of, kept, scores, unit
 from .attention_terms import Terms, place_of, positive_scale, program_of, signed_scale
 from .heads import dot_add, head_of, load_tile, scaled_rows, score_dot, signed, store_tile, zeros
@@ -123,13 +123,11 @@ def attention_forward_kernel(
 
 def _plan(inputs: Tensors, outputs: Tensors, numbers: Numbers, config: TileConfig) -> Launch:
     *given, table = inputs
-    query, _, value = given[:3]
-    cu_q = given[12]
+    query, cu_q = given[0], given[12]
     total = tiles(query, cu_q, config.block_m)  # type: ignore[arg-type]
     args = (*arguments(given, table, numbers), outputs[0].stride(), total, sequences(cu_q))  # type: ignore[union-attr]
-    D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     options = dict(
-        D=D, DV=DV, BLOCK_D=columns(D), BLOCK_DV=columns(DV), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        **widths(given, numbers.precision), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         STAGES=config.num_stages, PRECISION=numbers.precision, NEGATE=numbers.negate,
         NEAR=near(*given[:3], outputs[0]), LOWER_RIGHT=numbers.lower_right,
         **config.launch_options(),

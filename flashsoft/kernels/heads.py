@@ -1,8 +1,8 @@
 """Tiles of heads: rows of one head of a tensor (B, H, S, D), and their products.
 
-A tile is a tuple of one or two blocks of columns, each a power of two wide, so that a head of 192 is 128 + 64 columns
-and one of 576 is 512 + 64, not 256 and 1,024. What is wide only in one place, the width of a head, is so a tuple
-everywhere: in queries, keys, values, and the sums over them.
+A tile is a tuple of blocks of columns, each a power of two wide and all but the last of one width, so that a head of
+192 is 128 + 64 columns and one of 576 is 512 + 64, not 256 and 1,024. What is wide only in one place, the width of a
+head, is so a tuple everywhere: in queries, keys, values, and the sums over them.
 
 Packed sequences, where `starts` is given, lie along the third dimension of a tensor of one batch entry.
 """
@@ -67,13 +67,10 @@ def _load_block(
 @triton.jit
 def load_tile(head, row0, keep_rows, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr):
     """ROWS rows of a head, zero beyond D and where not keep_rows (None: all rows exist)."""
-    FIRST: tl.constexpr = BLOCKS[0]
-    first = _load_block(head, row0, keep_rows, ROWS, 0, FIRST, D)
-    if len(BLOCKS) == 1:
-        return (first,)
-    else:
-        SECOND: tl.constexpr = BLOCKS[1]
-        return (first, _load_block(head, row0, keep_rows, ROWS, FIRST, SECOND, D))
+    tile = ()
+    for i in tl.static_range(len(BLOCKS)):
+        tile += (_load_block(head, row0, keep_rows, ROWS, i * BLOCKS[0], BLOCKS[i], D),)
+    return tile
 
 
 @triton.jit
@@ -89,49 +86,40 @@ def _store_block(head, row0, keep_rows, x, FIRST: tl.constexpr, D: tl.constexpr)
 @triton.jit
 def store_tile(head, row0, keep_rows, tile, D: tl.constexpr):
     """Writes a tile's rows where keep_rows, up to column D."""
-    _store_block(head, row0, keep_rows, tile[0], 0, D)
-    if len(tile) == 2:
-        _store_block(head, row0, keep_rows, tile[1], tile[0].shape[1], D)
+    for i in tl.static_range(len(tile)):
+        _store_block(head, row0, keep_rows, tile[i], i * tile[0].shape[1], D)
+
+
+@triton.jit
+def _zero_block(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.zeros([ROWS, WIDTH], tl.float32)
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """A float32 tile."""
-    FIRST: tl.constexpr = BLOCKS[0]
-    first = tl.zeros([ROWS, FIRST], tl.float32)
-    if len(BLOCKS) == 1:
-        return (first,)
-    else:
-        SECOND: tl.constexpr = BLOCKS[1]
-        return (first, tl.zeros([ROWS, SECOND], tl.float32))
+    tile = ()
+    for i in tl.static_range(len(BLOCKS)):
+        tile += (_zero_block(ROWS, BLOCKS[i]),)
+    return tile
 
 
 @triton.jit
 def scaled(tile, by):
     """The tile times a number."""
-    if len(tile) == 1:
-        return (tile[0] * by,)
-    else:
-        return (tile[0] * by, tile[1] * by)
+    return [x * by for x in tile]
 
 
 @triton.jit
 def scaled_rows(tile, by):
     """The tile times one number a row."""
-    by = by[:, None]
-    if len(tile) == 1:
-        return (tile[0] * by,)
-    else:
-        return (tile[0] * by, tile[1] * by)
+    return [x * by[:, None] for x in tile]
 
 
 @triton.jit
 def only(tile, keep_rows):
     """The tile with zeros in the other rows: 0 * NaN would be NaN."""
-    if len(tile) == 1:
-        return (tl.where(keep_rows[:, None], tile[0], 0.0),)
-    else:
-        return (tl.where(keep_rows[:, None], tile[0], 0.0), tl.where(keep_rows[:, None], tile[1], 0.0))
+    return [tl.where(keep_rows[:, None], x, 0.0) for x in tile]
 
 
 @triton.jit
@@ -142,12 +130,9 @@ def signed(tile, scale, NEGATE: tl.constexpr):
     """
     if NEGATE is None:
         sign = tl.where(scale < 0.0, -1.0, 1.0)
-        if len(tile) == 1:
-            return ((tile[0] * sign).to(tile[0].dtype),)
-        else:
-            return ((tile[0] * sign).to(tile[0].dtype), (tile[1] * sign).to(tile[1].dtype))
+        return [(x * sign).to(x.dtype) for x in tile]
     elif NEGATE:
-        return (-tile[0],) if len(tile) == 1 else (-tile[0], -tile[1])
+        return [-x for x in tile]
     else:
         return tile
 
@@ -162,8 +147,8 @@ def _products(a, b):
 def row_products(a, b):
     """The sum of a * b (rows,) over both tiles' columns."""
     total = tl.sum(_products(a[0], b[0]), 1)
-    if len(a) == 2:
-        total += tl.sum(_products(a[1], b[1]), 1)
+    for i in tl.static_range(1, len(a)):
+        total += tl.sum(_products(a[i], b[i]), 1)
     return total
 
 
@@ -171,39 +156,23 @@ def row_products(a, b):
 def tile_products(a, b):
     """The sum of a * b over all of both tiles. In one dimension: Triton 3.6 cannot reduce such a product by rows for
     sm_100, where it comes from tensor memory."""
-    first = _products(a[0], b[0])
-    total = tl.sum(tl.reshape(first, (first.shape[0] * first.shape[1],)), 0)
-    if len(a) == 2:
-        second = _products(a[1], b[1])
-        total += tl.sum(tl.reshape(second, (second.shape[0] * second.shape[1],)), 0)
+    total = 0.0
+    for i in tl.static_range(len(a)):
+        products = _products(a[i], b[i])
+        total += tl.sum(tl.reshape(products, (products.shape[0] * products.shape[1],)), 0)
     return total
 
 
 @triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    """a @ b.T over one block.
-
-    In float32 one thread adds the products of a score one after the other, and what that rounds off is in every
-    weight: even and odd columns are summed apart, up to 256 of them, beyond which the copies would not fit shared
-    memory. The fma keeps the compiler from chaining the two sums again.
-    """
-    # a dot takes 16 columns or more
-    if a.dtype == tl.float32 and a.shape[1] > 16 and a.shape[1] <= 256:
-        HALF: tl.constexpr = a.shape[1] // 2
-        a_even, a_odd = tl.split(tl.reshape(a, (a.shape[0], HALF, 2)))
-        b_even, b_odd = tl.split(tl.reshape(b, (b.shape[0], HALF, 2)))
-        even = tl.dot(a_even, b_even.T, input_precision=PRECISION)
-        return tl.fma(even, 1.0, tl.dot(a_odd, b_odd.T, input_precision=PRECISION))
-    else:
-        return tl.dot(a, b.T, input_precision=PRECISION)
-
-
-@triton.jit
 def score_dot(a, b, PRECISION: tl.constexpr):
-    """a @ b.T over the width of a head."""
-    x = _dot(a[0], b[0], PRECISION)
-    if len(a) == 2:
-        x = tl.fma(x, 1.0, _dot(a[1], b[1], PRECISION))
+    """a @ b.T over the width of a head.
+
+    In float32 one thread adds the products of a block one after the other, and what that rounds off is in every weight:
+    `tuning.attention.columns` keeps blocks short. The fma keeps the compiler from making one chain of them again.
+    """
+    x = tl.dot(a[0], b[0].T, input_precision=PRECISION)
+    for i in tl.static_range(1, len(a)):
+        x = tl.fma(x, 1.0, tl.dot(a[i], b[i].T, input_precision=PRECISION))
     return x
 
 
@@ -211,8 +180,8 @@ def score_dot(a, b, PRECISION: tl.constexpr):
 def plain_dot(a, b, PRECISION: tl.constexpr):
     """a @ b.T over the width of a head, for products whose rounding no weight multiplies."""
     x = tl.dot(a[0], b[0].T, input_precision=PRECISION)
-    if len(a) == 2:
-        x = tl.dot(a[1], b[1].T, x, input_precision=PRECISION)
+    for i in tl.static_range(1, len(a)):
+        x = tl.dot(a[i], b[i].T, x, input_precision=PRECISION)
     return x
 
 
@@ -233,7 +202,7 @@ def _add_block(p, block, acc, PRECISION: tl.constexpr):
 def dot_add(p, tile, acc, PRECISION: tl.constexpr):
     """acc + p @ tile, p rounded to the tile's dtype."""
     p = p.to(tile[0].dtype)
-    if len(tile) == 1:
-        return (_add_block(p, tile[0], acc[0], PRECISION),)
-    else:
-        return (_add_block(p, tile[0], acc[0], PRECISION), _add_block(p, tile[1], acc[1], PRECISION))
+    total = ()
+    for i in tl.static_range(len(tile)):
+        total += (_add_block(p, tile[i], acc[i], PRECISION),)
+    return total

@@ -181,16 +181,26 @@ ROW_PADDING = 128  # per-row statistics of the backward are padded to whole tile
 SCRATCH = 2048  # bytes of shared memory left for reductions and per-row statistics
 
 
-def columns(head_dim: int) -> tuple[int, ...]:
+def columns(head_dim: int, *, chained: bool = False) -> tuple[int, ...]:
     """A head's columns in a tile: one power of two, or two if that pads less; 16 is the least of a matrix instruction.
+
+    Where one thread adds a block's products in a chain, those of float32, the first is cut into blocks of its half, or
+    of 128: what is rounded off grows with the root of a chain's length, and it is in every weight.
 
     >>> [columns(size) for size in (8, 64, 72, 120, 192, 576)]
     [(16,), (64,), (64, 16), (128,), (128, 64), (512, 64)]
+    >>> [columns(size, chained=True) for size in (8, 64, 72, 120, 192, 576)]
+    [(16,), (32, 32), (32, 32, 16), (64, 64), (64, 64, 64), (128, 128, 128, 128, 64)]
     """
     whole = max(16, int(triton.next_power_of_2(head_dim)))
     first = whole // 2
     rest = max(16, int(triton.next_power_of_2(head_dim - first)))
-    return (whole,) if first < 16 or first + rest >= whole else (first, rest)
+    blocks = (whole,) if first < 16 or first + rest >= whole else (first, rest)
+    if not chained:
+        return blocks
+    width = min(max(16, blocks[0] // 2), 128)
+    count, left = divmod(sum(blocks), width)
+    return (width,) * count + ((left,) if left else ())
 
 
 def padded(head_dim: int) -> int:
@@ -252,6 +262,15 @@ def backward_config(query: torch.Tensor, Dv: int, kind: Kind) -> BackwardConfig:
     return _choose(query.shape[3], Dv, query.itemsize, kind, device(query.device.index or 0))[1]
 
 
+def bias_config(tile: TileConfig, query: torch.Tensor, Dv: int, bias: torch.Tensor) -> TileConfig:
+    """The tile of the kernel of a bias's gradient, which streams both its sides: two stages where they fit."""
+    row_bytes = (padded(query.shape[3]) + padded(Dv)) * query.itemsize
+    stage = (tile.block_m + tile.block_n) * row_bytes + tile.block_m * tile.block_n * bias.itemsize
+    interpreted = triton.knobs.runtime.interpret
+    fits = not interpreted and 2 * stage + SCRATCH <= device(query.device.index or 0).shared_memory
+    return TileConfig(tile.block_m, tile.block_n, tile.num_warps, 2 if fits else 1)
+
+
 @functools.cache
 def _choose(D: int, Dv: int, itemsize: int, kind: Kind, target: Device) -> tuple[TileConfig, BackwardConfig]:
     key = (itemsize, min(512, max(64, int(triton.next_power_of_2(max(D, Dv))))))
@@ -269,8 +288,8 @@ def _choose(D: int, Dv: int, itemsize: int, kind: Kind, target: Device) -> tuple
 
     # the forward kernel keeps queries only: half of what a row of both takes
     forward = first(ladders.forward, owned=("block_m", 0.5), streamed=("block_n", 1.0))
-    # a gradient's kernel has its streamed keys, or queries, a second time in float32, cut in two by score_dot, but for
-    # wide ones; and wide ones in 16 bits, as an operand of its own
+    # a gradient's kernel has its streamed keys, or queries, a second time, as an operand of its own: wide ones in 16
+    # bits; and those of TF32, where heads wider than 256 have no smaller tile to go to
     times = 1.5 if (itemsize == 4) == (key[1] <= 256) else 1.0
     keys = first(ladders.keys, owned=("block_n", 1.0), streamed=("block_m", times))
     queries = first(ladders.queries, owned=("block_m", 1.0), streamed=("block_n", times))
