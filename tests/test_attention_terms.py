@@ -236,6 +236,8 @@ def test_each_term(index: int, options: Options, backend: str, device: torch.dev
         kinds = cases.dtypes(index, case, backend, device)
         if interpreted(backend, device):
             kinds = kinds[:1] if index % 2 == number else ()
+        elif backend == "triton":  # each is compiled for seconds: every dtype under one of the two
+            kinds = tuple(kind for i, kind in enumerate(kinds) if ((i + index) % 3 == 0) == (number == 0))
         for dtype in kinds:
             if options.bias_dtype is None or dtype != torch.float64:
                 check(case, options, dtype, backend, device)
@@ -274,7 +276,8 @@ def drawn(number: int) -> tuple[AttentionCase, Options]:
 def test_random_company(first: int, backend: str, device: torch.device) -> None:
     for number in range(first, first + (1 if interpreted(backend, device) else 3)):
         case, options = drawn(number)
-        for dtype in cases.dtypes(number, replace(case, mask="bool_qk"), backend, device):
+        kinds = cases.dtypes(number, replace(case, mask="bool_qk"), backend, device)
+        for dtype in kinds if backend == "reference" else (kinds[number % len(kinds)],):
             check(case, options, dtype, backend, device)
 
 
