@@ -80,7 +80,7 @@ def _plan(inputs: Tensors, outputs: Tensors, Sq: int, Sk: int, heads: int, lo: i
     if query_ids is not None and key_ids is not None:
         ids = (*broadcast_strides(query_ids), *broadcast_strides(key_ids))
     args = (None if words is None else broadcast_strides(words), ids, Sq, Sk, tiles, heads, lo, hi)
-    return Launch(live_keys_kernel, batch * heads * tiles, args, dict(TILE=tile, num_warps=4))
+    return Launch(live_keys_kernel, batch * heads * tiles, args, dict(TILE=tile, num_warps=8))
 
 
 def live_keys(
