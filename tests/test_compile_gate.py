@@ -40,6 +40,7 @@ def test_kernels_fit_and_do_not_spill(arch: str) -> None:
         most[kernel.entry(arch)] = max(most.get(kernel.entry(arch), 0), kernel.spilled)
         if counted and kernel.serialized != ((arch, kernel.name, kernel.case) in gate.SERIALIZED):
             complaints.append(f"{kernel.case}: {kernel.name}: products serialized? {kernel.serialized}")
+        complaints += [f"{kernel.case}: {kernel.name}: {what}" for what in kernel.lost]
         if kernel.shared > gate.SHARED_LIMIT[arch]:
             complaints.append(f"{kernel.case}: {kernel.name} takes {kernel.shared} bytes of shared memory")
     if counted:

@@ -39,7 +39,7 @@ def test_a_tile_that_fits_is_chosen(
     D: int, Dv: int, itemsize: int, kind: tuning.Kind, hopper: bool, limit: int
 ) -> None:
     forward, backward = tuning._choose(D, Dv, itemsize, kind, tuning.Device(hopper, limit))
-    row_bytes = (tuning.padded(D) + tuning.padded(Dv)) * itemsize
+    row_bytes = tuning.padded(D, Dv) * itemsize
     if itemsize == 4 and max(D, Dv) > 256 and limit == LIMITS[0]:  # not even the smallest does: it is tried then
         assert all((t.block_m, t.block_n, t.num_stages) == (16, 16, 1) for t in (backward.keys, backward.queries))
         return
@@ -72,7 +72,17 @@ def test_a_heads_columns_are_one_power_of_two_or_two_and_pad_little() -> None:
         parts, whole = tuning.columns(head_dim), max(16, 1 << (head_dim - 1).bit_length())
         assert all(part >= 16 and part & (part - 1) == 0 for part in parts) and list(parts) == sorted(parts)[::-1]
         assert parts == (whole,) or (len(parts) == 2 and sum(parts) < whole)
-        assert 0 <= tuning.padded(head_dim) - head_dim < max(16, head_dim / 3) and tuning.padded(head_dim) == sum(parts)
+        assert 0 <= sum(parts) - head_dim < max(16, head_dim / 3) and tuning.padded(head_dim, head_dim) == 2 * sum(
+            parts
+        )
+
+
+def test_values_are_not_laid_out_narrower_than_keys() -> None:
+    for D in range(1, 577, 5):
+        for Dv in range(1, 513, 3):
+            keys, values = tuning.columns(D), tuning.value_columns(D, Dv)
+            assert sum(values) >= Dv and (Dv < D or values == tuning.columns(Dv))
+            assert Dv >= D or all(min(64, key) <= value for key, value in zip(keys, values, strict=False))
 
 
 def test_chains_of_products_are_short() -> None:
@@ -80,7 +90,7 @@ def test_chains_of_products_are_short() -> None:
         parts, whole = tuning.columns(head_dim, chained=True), max(16, 1 << (head_dim - 1).bit_length())
         assert all(part >= 16 and part & (part - 1) == 0 for part in parts)
         assert len(set(parts[:-1])) <= 1 and parts[-1] <= parts[0] <= min(128, max(16, whole // 2))
-        assert sum(parts) == tuning.padded(head_dim)
+        assert sum(parts) == sum(tuning.columns(head_dim))
 
 
 def test_registers_are_limited_only_where_a_tile_says_so() -> None:

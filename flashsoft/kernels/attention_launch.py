@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from ..terms import Terms
-from ..tuning.attention import Kind, columns, input_precision
+from ..tuning.attention import Kind, columns, input_precision, value_columns
 from .launch import Tensors
 from .live_keys import live_keys
 from .mask_bits import broadcast_strides, mask_bits, turned_bits
@@ -133,7 +133,7 @@ def widths(given: Tensors, precision: str) -> dict[str, object]:
     query, _, value, *_ = given
     D, DV = query.shape[3], value.shape[3]  # type: ignore[union-attr]
     chained = query.dtype == torch.float32 and precision == "ieee"  # type: ignore[union-attr]
-    return dict(D=D, DV=DV, BLOCK_D=columns(D, chained=chained), BLOCK_DV=columns(DV, chained=chained))
+    return dict(D=D, DV=DV, BLOCK_D=columns(D, chained=chained), BLOCK_DV=value_columns(D, DV, chained=chained))
 
 
 def arguments(given: Tensors, table: Tensor | None, numbers: Numbers) -> tuple[object, ...]:

@@ -3,7 +3,8 @@
 A ladder lists tiles from the fastest down to the smallest; a problem gets the first that fits the shared memory of
 its device. The 16-bit ladders for Hopper and heads of 64 and 128 were measured on an H200 (torch 2.11, triton 3.6,
 2026-11-30; bf16, B * S = 16,384, S of 1,024, 4,096 and 16,384, causal and not) among four to ten tiles each; those for
-masks on 2026-12-01 by a boolean one (S 4,096) and documents (16,384), those for terms by a bias and dropout (4,096).
+masks on 2026-12-01 by a boolean one (S 4,096) and documents (16,384), those for terms by a bias and dropout (4,096),
+those for both by a boolean mask with a bias and a softcap (4,096).
 All others were chosen by the compiler's word, the largest tiles that spill little, and no device has timed them.
 Sequence lengths play no part.
 """
@@ -91,9 +92,14 @@ _WIDE = Ladders(
 # where scores take more registers, or a bias a part of shared memory
 HOPPER_MASKED: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
-        forward=(TileConfig(64, 64, 4, 3),),
+        forward=(TileConfig(64, 64, 4, 3, registers=128),),
         keys=(TileConfig(64, 64, 4, 3),),
-        queries=(TileConfig(64, 32, 4, 3),),
+        queries=(TileConfig(64, 64, 4, 2),),
+    ),
+    (2, 128): Ladders(
+        forward=(TileConfig(64, 64, 4, 3),),
+        keys=(TileConfig(64, 128, 8, 3),),
+        queries=(TileConfig(64, 64, 4, 2),),
     ),
     (2, 256): _WIDE,
 }
@@ -112,8 +118,8 @@ HOPPER_SCORED: dict[tuple[int, int], Ladders] = {
 }
 HOPPER_MIXED: dict[tuple[int, int], Ladders] = {
     (2, 64): Ladders(
-        forward=(TileConfig(64, 64, 4, 2),),
-        keys=(TileConfig(32, 64, 4, 2),),
+        forward=(TileConfig(64, 64, 4, 3),),
+        keys=(TileConfig(64, 64, 4, 2),),
         queries=(TileConfig(64, 64, 4, 2),),
     ),
     (2, 128): Ladders(
@@ -203,9 +209,25 @@ def columns(head_dim: int, *, chained: bool = False) -> tuple[int, ...]:
     return (width,) * count + ((left,) if left else ())
 
 
-def padded(head_dim: int) -> int:
-    """How many columns a head has in a tile."""
-    return sum(columns(head_dim))
+def value_columns(D: int, Dv: int, *, chained: bool = False) -> tuple[int, ...]:
+    """The columns of values in a tile, of keys of D: those of a head of Dv, but not narrower than keys up to 64.
+
+    The least are laid out in shared memory otherwise (64 columns of 16 bits are a row of its widest swizzle), and where
+    keys and values have one place there, one after the other, the ptxas of triton 3.6 (CUDA 12.8) loses the upper half
+    of the address of values: of a sum of 64 bits whose other half both share.
+
+    >>> [value_columns(*sizes) for sizes in ((20, 12), (64, 24), (96, 80), (80, 80), (16, 32), (192, 128), (576, 512))]
+    [(32,), (64,), (128,), (64, 16), (32,), (128,), (512,)]
+    """
+    keys, values = columns(D, chained=chained), columns(Dv, chained=chained)
+    if chained or Dv >= D or all(min(key, 64) <= value for key, value in zip(keys, values, strict=False)):
+        return values
+    return (int(triton.next_power_of_2(max(Dv, min(64, keys[0])))),)
+
+
+def padded(D: int, Dv: int) -> int:
+    """How many columns a key and its value have in tiles."""
+    return sum(columns(D)) + sum(value_columns(D, Dv))
 
 
 def input_precision(dtype: torch.dtype) -> str:
@@ -264,7 +286,7 @@ def backward_config(query: torch.Tensor, Dv: int, kind: Kind) -> BackwardConfig:
 
 def bias_config(tile: TileConfig, query: torch.Tensor, Dv: int, bias: torch.Tensor) -> TileConfig:
     """The tile of the kernel of a bias's gradient, which streams both its sides: two stages where they fit."""
-    row_bytes = (padded(query.shape[3]) + padded(Dv)) * query.itemsize
+    row_bytes = padded(query.shape[3], Dv) * query.itemsize
     stage = (tile.block_m + tile.block_n) * row_bytes + tile.block_m * tile.block_n * bias.itemsize
     interpreted = triton.knobs.runtime.interpret
     fits = not interpreted and 2 * stage + SCRATCH <= device(query.device.index or 0).shared_memory
@@ -274,7 +296,7 @@ def bias_config(tile: TileConfig, query: torch.Tensor, Dv: int, bias: torch.Tens
 @functools.cache
 def _choose(D: int, Dv: int, itemsize: int, kind: Kind, target: Device) -> tuple[TileConfig, BackwardConfig]:
     key = (itemsize, min(512, max(64, int(triton.next_power_of_2(max(D, Dv))))))
-    row_bytes = (padded(D) + padded(Dv)) * itemsize
+    row_bytes = padded(D, Dv) * itemsize
     own = _HOPPER[kind]
     ladders = own[key] if target.hopper and key in own else PORTABLE[key]
 

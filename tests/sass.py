@@ -1,0 +1,111 @@
+"""Reads machine code of sm_90: which matrix instructions it has, and whether the addresses they are given are whole.
+
+A wgmma finds an operand in shared memory by a descriptor of 64 bits in two uniform registers. The upper ones say how
+it is laid out, which is known to the compiler: a constant in every kernel. The ptxas of CUDA 12.8, which triton 3.6
+brings, has been seen to build them from registers that hold something else by then (`tuning.attention.value_columns`).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+MATRIX = ("HGMMA", "UTCHMMA", "HMMA")
+
+
+class Instruction(NamedTuple):
+    """One line of a listing: where it stands, its name with what follows the dots, and its operands."""
+
+    address: str
+    name: str
+    operands: list[str]
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def listing(cubin: bytes) -> list[Instruction]:
+    """The instructions of a kernel, in the order of their addresses."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "-c", path], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d\s+)?([A-Z0-9_.]+)\s*([^;]*);", text)
+    return [Instruction(address, name, re.split(r",\s*", rest.strip())) for address, name, rest in found]
+
+
+def opcodes(code: list[Instruction]) -> dict[str, int]:
+    """How often each matrix opcode stands in the code."""
+    counts = {name: sum(line.family == name for line in code) for name in MATRIX}
+    return {name: count for name, count in counts.items() if count}
+
+
+def lost_descriptors(code: list[Instruction]) -> list[str]:
+    """The matrix instructions whose descriptor's upper half is no constant, and where it comes from."""
+    complaints = []
+    for at, line in enumerate(code):
+        if line.family != "HGMMA":
+            continue
+        for operand in line.operands:
+            found = re.match(r"gdesc\[UR(\d+)\]", operand)
+            if found is None:
+                continue
+            # four registers: of both operands, or, where the first lies in registers, of the second alone
+            first = int(found[1])
+            uppers = (first + 3,) if line.operands[1].startswith("R") else (first + 1, first + 3)
+            origins = {upper: _origin(code, at, f"UR{upper}") for upper in uppers}
+            complaints += [f"{line.address}: UR{upper} comes from {why}" for upper, why in origins.items() if why]
+    return complaints
+
+
+# their operands but the first are sources
+SUMS = ("UMOV", "MOV", "R2UR", "UIADD3", "IADD3", "UIMAD", "IMAD", "USEL", "SEL")
+WIDE = re.compile(r"\.(64|WIDE)\b")
+
+
+def _written(line: Instruction) -> tuple[str, ...]:
+    found = re.fullmatch(r"(U?R)(\d+)", line.operands[0])
+    if found is None or line.family in ("HGMMA", "LDGSTS", "BAR"):
+        return ()
+    kind, number = found[1], int(found[2])
+    return (f"{kind}{number}", f"{kind}{number + 1}") if WIDE.search(line.name) else (f"{kind}{number}",)
+
+
+def _is_swap(line: Instruction) -> bool:
+    """Whether this is one of the three exclusive ors that exchange two registers."""
+    return line.family == "ULOP3" and "0x3c" in line.operands and line.operands[0] == line.operands[1]
+
+
+def _origin(code: list[Instruction], at: int, register: str) -> str:
+    """What a register's value before code[at] comes from, unless it is a constant; lines are taken in their order."""
+    register = register.lstrip("-~!").removesuffix(".reuse")
+    if register in ("RZ", "URZ") or re.fullmatch(r"0x[0-9a-f]+", register):
+        return ""
+    for index in range(at - 1, -1, -1):
+        line = code[index]
+        if register not in _written(line):
+            continue
+        place = f"{line.address} {line.name} {', '.join(line.operands)}"
+        if _is_swap(line):
+            other = line.operands[2]
+            swap = [
+                i for i in range(index + 1) if _is_swap(code[i]) and {register, other} == set(code[i].operands[1:3])
+            ]
+            return _origin(code, swap[-3], other) if len(swap) >= 3 else place
+        if line.name == "UIADD3.64" and register != line.operands[0]:  # the upper half of a sum of pairs
+            halves = (re.match(r"UR(\d+)", operand) for operand in line.operands[1:])
+            sources = [f"UR{int(half[1]) + 1}" for half in halves if half]
+        elif line.family in SUMS:
+            sources = [operand for operand in line.operands[1:] if not re.fullmatch(r"!?U?P[\dT]", operand)]
+        else:
+            return place
+        return next(filter(None, (_origin(code, index, source) for source in sources)), "")
+    return f"{register}, which nothing sets"
