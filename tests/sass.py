@@ -81,7 +81,25 @@ def _written(line: Instruction) -> tuple[str, ...]:
 
 def _is_swap(line: Instruction) -> bool:
     """Whether this is one of the three exclusive ors that exchange two registers."""
-    return line.family == "ULOP3" and "0x3c" in line.operands and line.operands[0] == line.operands[1]
+    return line.family == "ULOP3" and "0x3c" in line.operands and line.operands[0] in line.operands[1:3]
+
+
+def _offset(address: str) -> int:
+    """Of a word on the stack, as [R1+0xa0]."""
+    found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", address)
+    assert found is not None, address
+    return int(found[1] or "0", 16)
+
+
+def _origin_of_spilled(code: list[Instruction], at: int, offset: int) -> str:
+    """What a word of the stack comes from: by the store above."""
+    for index in range(at - 1, -1, -1):
+        line = code[index]
+        if line.family == "STL":
+            word = offset - _offset(line.operands[0])
+            if word in (0, 4 if ".64" in line.name else 0):
+                return _origin(code, index, f"R{int(line.operands[1].lstrip('R').split('.')[0]) + word // 4}")
+    return f"the stack at {offset:#x}, where nothing is stored"
 
 
 def _origin(code: list[Instruction], at: int, register: str) -> str:
@@ -100,6 +118,9 @@ def _origin(code: list[Instruction], at: int, register: str) -> str:
                 i for i in range(index + 1) if _is_swap(code[i]) and {register, other} == set(code[i].operands[1:3])
             ]
             return _origin(code, swap[-3], other) if len(swap) >= 3 else place
+        if line.family == "LDL":
+            number = int(register.lstrip("R")) - int(line.operands[0].lstrip("R"))
+            return _origin_of_spilled(code, index, _offset(line.operands[1]) + 4 * number)
         if line.name == "UIADD3.64" and register != line.operands[0]:  # the upper half of a sum of pairs
             halves = (re.match(r"UR(\d+)", operand) for operand in line.operands[1:])
             sources = [f"UR{int(half[1]) + 1}" for half in halves if half]
