@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from .. import direct
+from .tensor_maps import Mapped, TensorMap, starter_of_maps
 
 LIMIT = 4096  # problems remembered, about 1 KB each; when there are so many, all are forgotten
 
@@ -28,6 +29,7 @@ class Launch(NamedTuple):
 
     args: the parameters after the tensors; options: the constants, by name, and what Triton takes beside parameters.
     scratch: gives a tensor for a stream (the number of a CUDA stream; 0 on the CPU).
+    maps: which of the inputs and outputs the kernel takes as tensor maps.
     """
 
     kernel: Any
@@ -35,6 +37,7 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]
     scratch: Callable[[int], Tensor] | None = None
+    maps: dict[int, TensorMap] = {}
 
 
 class _Launcher(NamedTuple):
@@ -90,7 +93,7 @@ def launch(plan: Callable[..., Launch], inputs: Tensors, outputs: Tensors, *opti
         made = plan(inputs, outputs, *options)
         compiled = _start(made, inputs, outputs, _C._cuda_getCurrentRawStream(device))
         if not _watched():
-            _remember(key, device, made, len(pointers) + (made.scratch is not None), compiled)
+            _remember(key, device, made, (*inputs, *outputs), compiled)
     else:
         ready(pointers)
     launches = direct.under_way.launches
@@ -107,7 +110,11 @@ def forget() -> None:
 def _start(made: Launch, inputs: Tensors, outputs: Tensors, stream: int) -> Any:
     """A launch in Triton's own way; the compiled kernel, if there is one."""
     scratch = () if made.scratch is None else (made.scratch(stream),)
-    return made.kernel[(made.programs,)](*inputs, *outputs, *scratch, *made.args, **made.options)
+    tensors = [
+        made.maps[i].of(tensor) if i in made.maps and tensor is not None else tensor
+        for i, tensor in enumerate((*inputs, *outputs))
+    ]
+    return made.kernel[(made.programs,)](*tensors, *scratch, *made.args, **made.options)
 
 
 def _watched() -> bool:
@@ -124,17 +131,23 @@ def _watched() -> bool:
     )
 
 
-def _remember(key: tuple[Any, ...], device: int, made: Launch, tensors: int, compiled: Any) -> None:
+def _remember(key: tuple[Any, ...], device: int, made: Launch, given: Tensors, compiled: Any) -> None:
     """Keeps what a launch made ready. Not the interpreter's, nor ROCm's, which compiles by sizes of storages too."""
     if not isinstance(compiled, triton.compiler.CompiledKernel) or compiled.metadata.target.backend != "cuda":
         return
+    tensors = len(given) + (made.scratch is not None)
     parameters = made.kernel.signature.parameters
     constants = [
         made.options.get(name, parameters[name].default) for name in list(parameters)[tensors + len(made.args) :]
     ]
     if len(_ready) >= LIMIT:
         _ready.clear()
-    _ready[key] = _starter(compiled, device, made, constants)
+    if made.maps:
+        mapped = [Mapped(i, tensor_map, given[i].itemsize) for i, tensor_map in made.maps.items()]  # type: ignore[union-attr]
+        args = (*made.args, *constants)
+        _ready[key] = starter_of_maps(compiled, device, made.programs, made.scratch, mapped, tensors, args)
+    else:
+        _ready[key] = _starter(compiled, device, made, constants)
 
 
 def _starter(compiled: Any, device: int, made: Launch, constants: list[Any]) -> Callable[[list[Any]], None]:

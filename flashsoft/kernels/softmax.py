@@ -62,13 +62,24 @@ def update(m, s, x, scale=1.0):
 
 
 @triton.jit
+def rise(m, x, scale):
+    """The m of `update_folded` and its alpha."""
+    m_new = tl.maximum(m, tl.max(x, 1) * (scale * LOG2E))
+    return m_new, tl.exp2(m - pivot(m_new))
+
+
+@triton.jit
+def weights_at(m, x, scale):
+    """The p of `update_folded` for its new m, or for one that lies below some of x: then weights exceed 1."""
+    return tl.exp2(x * (scale * LOG2E) - pivot(m)[:, None])
+
+
+@triton.jit
 def update_folded(m, s, x, scale):
     """`update` for a state of scale LN2, its m in base 2, by scores x of the given scale."""
-    m_new = tl.maximum(m, tl.max(x, 1) * (scale * LOG2E))
-    at = pivot(m_new)
-    alpha = tl.exp2(m - at)
-    p = tl.exp2(x * (scale * LOG2E) - at[:, None])
-    return m_new, s * alpha + tl.sum(p, 1), alpha, p
+    m, alpha = rise(m, x, scale)
+    p = weights_at(m, x, scale)
+    return m, s * alpha + tl.sum(p, 1), alpha, p
 
 
 @triton.jit

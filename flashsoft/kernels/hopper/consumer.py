@@ -1,0 +1,202 @@
+"""A consumer: one warpgroup that owns 64 queries of each tile, their state (m, s) and the sum over values.
+
+One step takes one tile of keys. The products of its scores are issued first, then those of the tile before with its
+values, and while the latter run the weights of the new tile are computed:
+
+    tensor cores   x[i+1] = q k[i+1]^T   acc += p[i] v[i]    (other consumers' products)    x[i+2] ...
+    this warpgroup                       p[i+1] from x[i+1]
+
+Per step and warpgroup, 64 x BLOCK_N scores: 2 * 64 * BLOCK_N * (D + DV) flops, that is BLOCK_N * (D + DV) / 32 cycles
+of the tensor cores; 64 * BLOCK_N exponentials, 16 a cycle; per score one FMNMX, FFMA, MUFU and FADD and half an F2FP,
+and DV / BLOCK_N FMULs for the sum over values. A step with PINNED leaves out the maximum and those FMULs.
+
+Invariant: as in `kernels/forward.py`, with the last tile's weights p still to be multiplied. With PINNED, m stays what
+it was after the masked tiles and the first other one; `s` leaves out what `lane_sums` has, four numbers a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..softmax import LN2, LOG2E, finish, rise, start_from, update_folded, weights_at
+from .rings import pass_turn, release, store_tile, take_turn, tile_of, wait_full
+from .scheduler import keys_of, queries_of, visits_of
+
+ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instructions
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a product (ROWS, columns) in a warpgroup's registers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@triton.jit
+def seen(x, row0, column0, rows, columns, Sk, lo, hi):
+    """The scores x of queries row0 + rows with keys column0 + columns, -inf where the band or the end hides them."""
+    columns += column0
+    last = Sk - 1
+    if hi is not None:
+        last = tl.minimum(last, rows + (row0 + hi))
+    keep = columns <= last
+    if lo is not None:
+        keep = keep & (columns >= rows + (row0 + lo))
+    return tl.where(keep, x, float("-inf"))
+
+
+@gluon.jit
+def lane_sums(p):
+    """What each lane holds of the sums of rows, (rows, 4): the rest is for once, at the end of the row."""
+    by_lane = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(by_lane, 3), 1)
+
+
+@gluon.jit
+def _masked(x, row0, column0, Sk, lo, hi, BLOCK_N: gl.constexpr):
+    layout: gl.constexpr = product_layout(BLOCK_N)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
+    # a number the compiler cannot see through, or it would keep positions of all columns in registers for good
+    column0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [column0], dtype=gl.int32, is_pure=False, pack=1)
+    return seen(x, row0, column0, rows, columns, Sk, lo, hi)
+
+
+@gluon.jit
+def _operand(p, dtype: gl.constexpr, DV: gl.constexpr):
+    """Weights as the left operand of a product: the same registers, in pairs."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(DV), k_width=2)
+    return gl.convert_layout(p.to(dtype), layout)
+
+
+@gluon.jit
+def _step(
+    m, s, sums, acc, p, q, keys, values, n, row0, visits, i, scale, Sk, lo, hi,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    TURNS: gl.constexpr, FENCE: gl.constexpr, BANDED: gl.constexpr, PINNED: gl.constexpr,
+):  # fmt: skip
+    """Takes visit i, use n + 1 of the keys, into the state, and the weights p of use n with its values into acc."""
+    nothing = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, product_layout(BLOCK_N))
+    wait_full(keys, n + 1)
+    if TURNS:
+        take_turn(CONSUMER, CONSUMERS)
+    k = tile_of(keys, n + 1, BLOCK_N, D).permute((1, 0))
+    x_coming = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    wait_full(values, n)
+    acc_coming = warpgroup_mma(p, tile_of(values, n, BLOCK_N, DV), acc, is_async=True)
+    if TURNS:
+        pass_turn(CONSUMER, CONSUMERS)
+    x = warpgroup_mma_wait(1, deps=[x_coming])
+    release(keys, n + 1)
+    alpha = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product_layout(BLOCK_N)))
+    if BANDED:
+        if i < visits.edges:
+            x = warpgroup_mma_wait(0, deps=[x])  # the mask takes the registers that p has until then
+            x = _masked(x, row0, keys_of(visits, i, lo, BLOCK_N), Sk, lo, hi, BLOCK_N)
+            if PINNED:
+                m, alpha = rise(m, x, scale)
+    if not PINNED:
+        m, alpha = rise(m, x, scale)
+    weights = weights_at(m, x, scale)
+    if BANDED or not PINNED:
+        s = s * alpha
+        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+    sums += lane_sums(weights)
+    if FENCE:
+        # full already; but it ends a basic block, or ptxas 12.8 moves the wait below above the exponentials
+        wait_full(values, n)
+    acc, weights = warpgroup_mma_wait(0, deps=[acc_coming, weights])
+    release(values, n)
+    if not PINNED:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product_layout(DV)))[:, None]
+    elif BANDED:
+        if i < visits.edges:
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product_layout(DV)))[:, None]
+    return m, s, sums, acc, _operand(weights, p.dtype, DV)
+
+
+@gluon.jit
+def consume(
+    out_desc, lse, sink, queries, keys, values, outs, numbers, Sq, Sk, Hq, scale, lo, hi, tiles, total, section,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    TURNS: gl.constexpr, FENCE: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
+):  # fmt: skip
+    """out and lse of rows 64 * CONSUMER to 64 * CONSUMER + 63 of every tile that the producer announces."""
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    SLOTS: gl.constexpr = queries.full.shape[0]
+    dtype: gl.constexpr = out_desc.dtype
+    x_layout: gl.constexpr = product_layout(BLOCK_N)
+    acc_layout: gl.constexpr = product_layout(DV)
+    row_layout: gl.constexpr = gl.SliceLayout(1, x_layout)
+    word: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    BANDED: gl.constexpr = (lo is not None) or (hi is not None)  # else a tail is all there is to mask, in visit 0
+    out_tile = outs.index(CONSUMER)
+    if TURNS:
+        if CONSUMER == CONSUMERS - 1:
+            pass_turn(CONSUMER, CONSUMERS)
+    n = 0
+    turn = 0
+    wait_full(queries, 0)
+    number = gl.max(numbers.index(0).load(word), 0)
+    while number < total:
+        tile, head = queries_of(number, tiles, total // tiles, section)
+        row0 = tile * BLOCK_M + CONSUMER * ROWS
+        visits = visits_of(tile * BLOCK_M, Sq, Sk, lo, hi, BLOCK_M, BLOCK_N)
+        q = queries.tiles.index((turn % SLOTS) * CONSUMERS + CONSUMER).reshape([ROWS, D])
+        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        s = gl.full([ROWS], 0.0, gl.float32, row_layout)
+        if sink is not None:
+            m, s = start_from(gl.full([ROWS], 0.0, gl.float32, row_layout) + gl.load(sink + head % Hq).to(gl.float32) * LOG2E, LN2)
+        acc = gl.full([ROWS, DV], 0.0, gl.float32, acc_layout)
+
+        wait_full(keys, n)
+        if TURNS:
+            take_turn(CONSUMER, CONSUMERS)
+        nothing = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, x_layout)
+        k = tile_of(keys, n, BLOCK_N, D).permute((1, 0))
+        x = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+        if TURNS:
+            pass_turn(CONSUMER, CONSUMERS)
+        x = warpgroup_mma_wait(0, deps=[x])
+        release(keys, n)
+        if MASKED:
+            x = _masked(x, row0, keys_of(visits, 0, lo, BLOCK_N), Sk, lo, hi, BLOCK_N)
+        m, s, _, weights = update_folded(m, s, x, scale)
+        sums = lane_sums(weights) * 0.0
+        p = _operand(weights, dtype, DV)
+        for i in range(1, visits.count):
+            m, s, sums, acc, p = _step(
+                m, s, sums, acc, p, q, keys, values, n, row0, visits, i, scale, Sk, lo, hi,
+                CONSUMER, CONSUMERS, BLOCK_N, D, DV, TURNS, FENCE, BANDED, PINNED,
+            )  # fmt: skip
+            n += 1
+        release(queries, turn)
+        wait_full(values, n)
+        acc = warpgroup_mma(p, tile_of(values, n, BLOCK_N, DV), acc, is_async=True)
+        s += gl.convert_layout(gl.sum(sums, 1), row_layout)
+        inverse, row_lse = finish(m, s, LN2)
+        rows = row0 + gl.arange(0, ROWS, layout=row_layout)
+        gl.store(lse + head.to(gl.int64) * Sq + rows, row_lse, mask=rows < Sq)
+        tma.store_wait(0)  # the tile before this one has left `outs`
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(values, n)
+        n += 1
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
+        out_tile.reshape([ROWS, DV]).store(acc.to(dtype))
+        fence_async_shared()
+        store_tile(out_desc, [head // Hq, head % Hq, row0, 0], out_tile)
+        turn += 1
+        wait_full(queries, turn)
+        number = gl.max(numbers.index(turn % SLOTS).load(word), 0)
+    tma.store_wait(0)
+    if TURNS:
+        if CONSUMER == 0:
+            take_turn(CONSUMER, CONSUMERS)
