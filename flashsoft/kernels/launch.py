@@ -143,7 +143,11 @@ def _remember(key: tuple[Any, ...], device: int, made: Launch, given: Tensors, c
     if len(_ready) >= LIMIT:
         _ready.clear()
     if made.maps:
-        mapped = [Mapped(i, tensor_map, given[i].itemsize) for i, tensor_map in made.maps.items()]  # type: ignore[union-attr]
+        mapped = [
+            Mapped(i, tensor_map, tensor.itemsize, tensor.data_ptr())
+            for i, tensor_map in made.maps.items()
+            if (tensor := given[i]) is not None
+        ]
         args = (*made.args, *constants)
         _ready[key] = starter_of_maps(compiled, device, made.programs, made.scratch, mapped, tensors, args)
     else:

@@ -52,11 +52,12 @@ class _Address(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A parameter that is a map: its number, the map, and bytes an element."""
+    """A parameter that is a map: its number, the map, bytes an element, and the address it was first launched with."""
 
     parameter: int
     map: TensorMap
     itemsize: int
+    address: int
 
 
 def starter_of_maps(
@@ -74,10 +75,11 @@ def starter_of_maps(
     stream, marks = object(), [object() for _ in range(tensors)]
 
     def as_tritons(given: list[Any]) -> tuple[Any, ...]:
-        """The parameters as Triton's launcher takes them, for addresses, or what stands for them."""
+        """The parameters as Triton's launcher takes them; what is no address stands for that of the first launch."""
         parameters = list(given)
-        for place, tensor_map, itemsize in mapped:
-            parameters[place] = tensor_map.at(given[place] if isinstance(given[place], int) else 0, itemsize)
+        for place, tensor_map, itemsize, address in mapped:
+            pointer = given[place] if isinstance(given[place], int) else address
+            parameters[place] = tensor_map.at(pointer, itemsize)
         return (*parameters, *args)
 
     def start_tritons_way(given: list[Any], held: Any = compiled) -> None:
@@ -97,11 +99,9 @@ def starter_of_maps(
         return start_tritons_way
     remembered: list[dict[int, Any]] = [{} for _ in mapped]
     places = list(zip(of_maps, [m.parameter for m in mapped], remembered, strict=True))
-    nowhere: list[Any] = [0] * tensors
-
     def encoded(place: int, parameter: int, pointer: int) -> Any:
         """The map of a parameter for an address."""
-        given = nowhere.copy()
+        given: list[Any] = [None] * tensors
         given[parameter] = pointer
         return record(programs, 1, 1, stream, *known, *as_tritons(given))[place]
 
