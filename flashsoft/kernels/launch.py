@@ -11,7 +11,8 @@ debug and instrumentation modes, a driver that only compiles, the interpreter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]
     scratch: Callable[[int], Tensor] | None = None
-    maps: dict[int, TensorMap] = {}
+    maps: Mapping[int, TensorMap] = MappingProxyType({})
 
 
 class _Launcher(NamedTuple):

@@ -99,6 +99,7 @@ def starter_of_maps(
         return start_tritons_way
     remembered: list[dict[int, Any]] = [{} for _ in mapped]
     places = list(zip(of_maps, [m.parameter for m in mapped], remembered, strict=True))
+
     def encoded(place: int, parameter: int, pointer: int) -> Any:
         """The map of a parameter for an address."""
         given: list[Any] = [None] * tensors

@@ -27,9 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..softcap import softcap
 from ..softmax import LN2, LOG2E, finish, rise, start_from, update_folded, weights_at
-from .rings import pass_turn, release, store_tile, take_turn, tile_of, wait_full
-from .scheduler import keys_of, queries_of, visits_of
+from .rings import pass_turn, release, store_tile, take_turn, tile_in_use, tile_of, wait_full
+from .scheduler import keys_of, place_of, queries_of, visits_of
 
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instructions
 
@@ -71,41 +72,89 @@ def _masked(x, row0, column0, Sk, lo, hi, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _products(q, q_more, keys, n, BLOCK_N: gl.constexpr):
+    """Issues the products of queries with use n of the keys."""
+    nothing = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, product_layout(BLOCK_N))
+    x = warpgroup_mma(q, tile_in_use(keys, n).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if keys.more is not None:
+        x = warpgroup_mma(q_more, tile_of(keys.more, n % keys.full.shape[0]).permute((1, 0)), x, is_async=True)
+    return x
+
+
+@gluon.jit
+def _capped(x, scale, cap):
+    """Scores of products, in units of 1 / scale without a softcap, else in their own; see `unit`."""
+    if cap is not None:
+        x = softcap(x * scale, cap)
+    return x
+
+
+@gluon.jit
 def _operand(p, dtype: gl.constexpr, DV: gl.constexpr):
     """Weights as the left operand of a product: the same registers, in pairs."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(DV), k_width=2)
     return gl.convert_layout(p.to(dtype), layout)
 
 
+@gluon.constexpr_function
+def _rows_layout(columns):
+    """Of a tile whose rows are read and written 16 bytes a thread."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _clear(tile, rows, BLOCK_N: gl.constexpr, DV: gl.constexpr):
+    """Leaves `rows` of a tile of values and makes the others zeros: they are others', and 0 * NaN is NaN.
+
+    All consumers do so, since none waits for another; what one reads meanwhile it is given again.
+    """
+    layout: gl.constexpr = _rows_layout(DV)
+    values = tile.load(layout)
+    there = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))[:, None] < rows
+    tile.store(gl.where(there, values, 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _store_some(out, out_strides, tile, h, first, rows, Dv, DV: gl.constexpr):
+    """Writes `rows` of a tile to those of head h from `first` on."""
+    layout: gl.constexpr = _rows_layout(DV)
+    values = tile.load(layout)
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))[None, :]
+    pointers = out + tl.cast(h, tl.int64) * out_strides[1] + tl.cast(first + r, tl.int64) * out_strides[2] + c
+    gl.store(pointers, values, mask=(r < rows) & (c < Dv))
+
+
 @gluon.jit
 def _step(
-    m, s, sums, acc, p, q, keys, values, n, row0, visits, i, scale, Sk, lo, hi,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, i, scale, unit, cap, Sk, lo, hi,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     TURNS: gl.constexpr, FENCE: gl.constexpr, BANDED: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
     """Takes visit i, use n + 1 of the keys, into the state, and the weights p of use n with its values into acc."""
-    nothing = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, product_layout(BLOCK_N))
     wait_full(keys, n + 1)
     if TURNS:
         take_turn(CONSUMER, CONSUMERS)
-    k = tile_of(keys, n + 1, BLOCK_N, D).permute((1, 0))
-    x_coming = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    x_coming = _products(q, q_more, keys, n + 1, BLOCK_N)
     wait_full(values, n)
-    acc_coming = warpgroup_mma(p, tile_of(values, n, BLOCK_N, DV), acc, is_async=True)
+    acc_coming = warpgroup_mma(p, tile_in_use(values, n), acc, is_async=True)
     if TURNS:
         pass_turn(CONSUMER, CONSUMERS)
     x = warpgroup_mma_wait(1, deps=[x_coming])
     release(keys, n + 1)
+    x = _capped(x, scale, cap)
     alpha = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product_layout(BLOCK_N)))
     if BANDED:
         if i < visits.edges:
             x = warpgroup_mma_wait(0, deps=[x])  # the mask takes the registers that p has until then
             x = _masked(x, row0, keys_of(visits, i, lo, BLOCK_N), Sk, lo, hi, BLOCK_N)
             if PINNED:
-                m, alpha = rise(m, x, scale)
+                m, alpha = rise(m, x, unit)
     if not PINNED:
-        m, alpha = rise(m, x, scale)
-    weights = weights_at(m, x, scale)
+        m, alpha = rise(m, x, unit)
+    weights = weights_at(m, x, unit)
     if BANDED or not PINNED:
         s = s * alpha
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -125,9 +174,11 @@ def _step(
 
 @gluon.jit
 def consume(
-    out_desc, lse, sink, queries, keys, values, outs, numbers, Sq, Sk, Hq, scale, lo, hi, tiles, total, section,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    TURNS: gl.constexpr, FENCE: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
+    out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, numbers, out_strides, Dv, Sq, Sk, Hq, scale, cap,
+    lo, hi, sequences, tiles, total, section,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr,
+    TURNS: gl.constexpr, FENCE: gl.constexpr, IN_PLACE: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
+    LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """out and lse of rows 64 * CONSUMER to 64 * CONSUMER + 63 of every tile that the producer announces."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -138,7 +189,7 @@ def consume(
     row_layout: gl.constexpr = gl.SliceLayout(1, x_layout)
     word: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     BANDED: gl.constexpr = (lo is not None) or (hi is not None)  # else a tail is all there is to mask, in visit 0
-    out_tile = outs.index(CONSUMER)
+    unit = scale if cap is None else 1.0
     if TURNS:
         if CONSUMER == CONSUMERS - 1:
             pass_turn(CONSUMER, CONSUMERS)
@@ -148,51 +199,79 @@ def consume(
     number = gl.max(numbers.index(0).load(word), 0)
     while number < total:
         tile, head = queries_of(number, tiles, total // tiles, section)
-        row0 = tile * BLOCK_M + CONSUMER * ROWS
-        visits = visits_of(tile * BLOCK_M, Sq, Sk, lo, hi, BLOCK_M, BLOCK_N)
-        q = queries.tiles.index((turn % SLOTS) * CONSUMERS + CONSUMER).reshape([ROWS, D])
+        sequence = 0
+        if cu_q is not None:
+            sequence = gl.max(numbers.index(SLOTS + turn % SLOTS).load(word), 0)
+        tile0, place = place_of(tile, sequence, cu_q, cu_k, Sq, Sk, lo, hi, sequences, BLOCK_M, LOWER_RIGHT)
+        row0 = tile0 + CONSUMER * ROWS
+        least = None if lo is None else lo + place.moved
+        most = None if hi is None else hi + place.moved
+        visits = visits_of(tile0, place.Sq, place.Sk, least, most, BLOCK_M, BLOCK_N)
+        own = (turn % SLOTS) * CONSUMERS + CONSUMER
+        q = tile_of(queries.tiles, own)
+        q_more = None
+        if queries.more is not None:
+            q_more = tile_of(queries.more, own)
         m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         s = gl.full([ROWS], 0.0, gl.float32, row_layout)
         if sink is not None:
-            m, s = start_from(gl.full([ROWS], 0.0, gl.float32, row_layout) + gl.load(sink + head % Hq).to(gl.float32) * LOG2E, LN2)
-        acc = gl.full([ROWS, DV], 0.0, gl.float32, acc_layout)
-
+            score = gl.load(sink + head % Hq).to(gl.float32) * LOG2E
+            m, s = start_from(gl.full([ROWS], 0.0, gl.float32, row_layout) + score, LN2)
         wait_full(keys, n)
         if TURNS:
             take_turn(CONSUMER, CONSUMERS)
-        nothing = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, x_layout)
-        k = tile_of(keys, n, BLOCK_N, D).permute((1, 0))
-        x = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+        x = _products(q, q_more, keys, n, BLOCK_N)
         if TURNS:
             pass_turn(CONSUMER, CONSUMERS)
         x = warpgroup_mma_wait(0, deps=[x])
         release(keys, n)
+        x = _capped(x, scale, cap)
         if MASKED:
-            x = _masked(x, row0, keys_of(visits, 0, lo, BLOCK_N), Sk, lo, hi, BLOCK_N)
-        m, s, _, weights = update_folded(m, s, x, scale)
+            x = _masked(x, row0, keys_of(visits, 0, least, BLOCK_N), place.Sk, least, most, BLOCK_N)
+        m, s, _, weights = update_folded(m, s, x, unit)
         sums = lane_sums(weights) * 0.0
         p = _operand(weights, dtype, DV)
+        if cu_q is not None:
+            rest = place.Sk - keys_of(visits, 0, least, BLOCK_N)
+            if rest < BLOCK_N:
+                wait_full(values, n)
+                _clear(tile_in_use(values, n), rest, BLOCK_N, DV)
+        acc = gl.full([ROWS, DV], 0.0, gl.float32, acc_layout)
         for i in range(1, visits.count):
             m, s, sums, acc, p = _step(
-                m, s, sums, acc, p, q, keys, values, n, row0, visits, i, scale, Sk, lo, hi,
-                CONSUMER, CONSUMERS, BLOCK_N, D, DV, TURNS, FENCE, BANDED, PINNED,
+                m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, i, scale, unit, cap, place.Sk, least,
+                most, CONSUMER, CONSUMERS, BLOCK_N, DV, TURNS, FENCE, BANDED, PINNED,
             )  # fmt: skip
             n += 1
-        release(queries, turn)
+        if not IN_PLACE:
+            release(queries, turn)
         wait_full(values, n)
-        acc = warpgroup_mma(p, tile_of(values, n, BLOCK_N, DV), acc, is_async=True)
+        acc = warpgroup_mma(p, tile_in_use(values, n), acc, is_async=True)
         s += gl.convert_layout(gl.sum(sums, 1), row_layout)
         inverse, row_lse = finish(m, s, LN2)
+        if (cu_q is not None) and (sink is not None):  # what lies behind the last sequence has no sink either
+            row_lse = gl.where(sequence < sequences, row_lse, float("-inf"))
         rows = row0 + gl.arange(0, ROWS, layout=row_layout)
-        gl.store(lse + head.to(gl.int64) * Sq + rows, row_lse, mask=rows < Sq)
-        tma.store_wait(0)  # the tile before this one has left `outs`
+        gl.store(lse + tl.cast(head, tl.int64) * Sq + place.q0 + rows, row_lse, mask=rows < place.Sq)
+        if not IN_PLACE:
+            tma.store_wait(0)  # the tile before this one has left `outs`
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(values, n)
         n += 1
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
+        out_tile = outs.index(own if IN_PLACE else CONSUMER)
         out_tile.reshape([ROWS, DV]).store(acc.to(dtype))
         fence_async_shared()
-        store_tile(out_desc, [head // Hq, head % Hq, row0, 0], out_tile)
+        if cu_q is None:
+            store_tile(out_desc, [head // Hq, head % Hq, row0, 0], out_tile)
+        elif row0 + ROWS <= place.Sq:
+            store_tile(out_desc, [0, head, place.q0 + row0, 0], out_tile)
+        else:  # the rows behind the last are another sequence's
+            some = out_tile.reshape([ROWS, DV])
+            _store_some(out, out_strides, some, head, place.q0 + row0, place.Sq - row0, Dv, DV)
+        if IN_PLACE:
+            tma.store_wait(0)
+            release(queries, turn)
         turn += 1
         wait_full(queries, turn)
         number = gl.max(numbers.index(turn % SLOTS).load(word), 0)

@@ -17,68 +17,74 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ...reference.scores import empty_output
 from ...terms import Terms
 from ...tuning.hopper import HopperConfig, hopper_config, section
+from ...tuning.rows import device as facts_of
+from ..exchange import board
 from ..launch import Launch, TensorMap, Tensors, launch
 from .consumer import consume
 from .producer import produce
 from .rings import Ring, barriers
-from .support import keys_seen, why_not
+from .support import LINE, keys_seen
 
-_NUMBERS = ["Sq", "Sk", "Hq", "group", "lo", "hi", "tiles", "total", "section"]
+_NUMBERS = ["Sq", "Sk", "Hq", "group", "lo", "hi", "sequences", "tiles", "total", "section"]
 
 
-@gluon.constexpr_function
-def _power_of_two(n):
-    return 1 << (n - 1).bit_length()
+@gluon.jit
+def _tiles(desc, TILES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.allocate_shared_memory(desc.dtype, [TILES, 1, 1, ROWS, COLUMNS], desc.layout)
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def attention_forward_kernel(
-    q_desc, k_desc, v_desc, sink, out_desc, lse, queue,
-    Sq, Sk, Hq, group, scale, lo, hi, tiles, total, section,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, TURNS: gl.constexpr, FENCE: gl.constexpr, QUEUE: gl.constexpr, MASKED: gl.constexpr,
-    PINNED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, sink, q_more, k_more, cu_q, cu_k, out_desc, lse, out, queue,
+    out_strides, Dv, Sq, Sk, Hq, group, scale, cap, lo, hi, sequences, tiles, total, section,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, MORE: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr, FENCE: gl.constexpr, QUEUE: gl.constexpr,
+    IN_PLACE: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of all `total` tiles of queries."""
-    dtype: gl.constexpr = q_desc.dtype
-    queries = Ring(
-        gl.allocate_shared_memory(dtype, [_power_of_two(Q_STAGES * CONSUMERS), 1, 1, 64, D], q_desc.layout),
-        barriers(Q_STAGES, 1),
-        barriers(Q_STAGES, CONSUMERS),
-    )
-    keys = Ring(
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout),
-        barriers(STAGES, 1),
-        barriers(STAGES, CONSUMERS),
-    )
-    values = Ring(
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout),
-        barriers(STAGES, 1),
-        barriers(STAGES, CONSUMERS),
-    )
-    outs = gl.allocate_shared_memory(dtype, [_power_of_two(CONSUMERS), 1, 1, 64, DV], out_desc.layout)
-    numbers = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """out and lse of all `total` tiles of queries, of D + MORE and DV columns, zeros beyond the heads' own."""
+    Q_TILES: gl.constexpr = Q_STAGES * CONSUMERS
+    q_rest = None
+    k_rest = None
+    if q_more is not None:
+        q_rest = _tiles(q_more, Q_TILES, 64, MORE)
+        k_rest = _tiles(k_more, STAGES, BLOCK_N, MORE)
+    queries = Ring(_tiles(q_desc, Q_TILES, 64, D), q_rest, barriers(Q_STAGES, 1), barriers(Q_STAGES, CONSUMERS))
+    keys = Ring(_tiles(k_desc, STAGES, BLOCK_N, D), k_rest, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    values = Ring(_tiles(v_desc, STAGES, BLOCK_N, DV), None, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    outs = queries.tiles
+    if not IN_PLACE:
+        outs = _tiles(out_desc, CONSUMERS, 64, DV)
+    # numbers of tiles, and of packed sequences
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     # constants stand in each list of arguments for themselves: in a shared tuple they would lose their type
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (out_desc, lse, sink, queries, keys, values, outs, numbers, Sq, Sk, Hq, scale, lo, hi, tiles,
-                       total, section, gl.constexpr(0), CONSUMERS, BLOCK_N, D, DV, TURNS, FENCE, MASKED, PINNED)),
-            (consume, (out_desc, lse, sink, queries, keys, values, outs, numbers, Sq, Sk, Hq, scale, lo, hi, tiles,
-                       total, section, gl.constexpr(1), CONSUMERS, BLOCK_N, D, DV, TURNS, FENCE, MASKED, PINNED)),
-            (produce, (q_desc, k_desc, v_desc, queries, keys, values, numbers, queue, Sq, Sk, Hq, group, lo, hi, tiles,
-                       total, section, CONSUMERS, BLOCK_N, D, DV, QUEUE)),
+            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, numbers, out_strides, Dv, Sq,
+                       Sk, Hq, scale, cap, lo, hi, sequences, tiles, total, section, gl.constexpr(0), CONSUMERS,
+                       BLOCK_N, DV, TURNS, FENCE, IN_PLACE, MASKED, PINNED, LOWER_RIGHT)),
+            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, numbers, out_strides, Dv, Sq,
+                       Sk, Hq, scale, cap, lo, hi, sequences, tiles, total, section, gl.constexpr(1), CONSUMERS,
+                       BLOCK_N, DV, TURNS, FENCE, IN_PLACE, MASKED, PINNED, LOWER_RIGHT)),
+            (produce, (q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, numbers, queue, Sq,
+                       Sk, Hq, group, lo, hi, sequences, tiles, total, section, CONSUMERS, BLOCK_N, D + MORE, DV,
+                       QUEUE, LOWER_RIGHT)),
         ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (out_desc, lse, sink, queries, keys, values, outs, numbers, Sq, Sk, Hq, scale, lo, hi, tiles,
-                       total, section, gl.constexpr(0), CONSUMERS, BLOCK_N, D, DV, TURNS, FENCE, MASKED, PINNED)),
-            (consume, (out_desc, lse, sink, queries, keys, values, outs, numbers, Sq, Sk, Hq, scale, lo, hi, tiles,
-                       total, section, gl.constexpr(1), CONSUMERS, BLOCK_N, D, DV, TURNS, FENCE, MASKED, PINNED)),
-            (consume, (out_desc, lse, sink, queries, keys, values, outs, numbers, Sq, Sk, Hq, scale, lo, hi, tiles,
-                       total, section, gl.constexpr(2), CONSUMERS, BLOCK_N, D, DV, TURNS, FENCE, MASKED, PINNED)),
-            (produce, (q_desc, k_desc, v_desc, queries, keys, values, numbers, queue, Sq, Sk, Hq, group, lo, hi, tiles,
-                       total, section, CONSUMERS, BLOCK_N, D, DV, QUEUE)),
+            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, numbers, out_strides, Dv, Sq,
+                       Sk, Hq, scale, cap, lo, hi, sequences, tiles, total, section, gl.constexpr(0), CONSUMERS,
+                       BLOCK_N, DV, TURNS, FENCE, IN_PLACE, MASKED, PINNED, LOWER_RIGHT)),
+            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, numbers, out_strides, Dv, Sq,
+                       Sk, Hq, scale, cap, lo, hi, sequences, tiles, total, section, gl.constexpr(1), CONSUMERS,
+                       BLOCK_N, DV, TURNS, FENCE, IN_PLACE, MASKED, PINNED, LOWER_RIGHT)),
+            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, numbers, out_strides, Dv, Sq,
+                       Sk, Hq, scale, cap, lo, hi, sequences, tiles, total, section, gl.constexpr(2), CONSUMERS,
+                       BLOCK_N, DV, TURNS, FENCE, IN_PLACE, MASKED, PINNED, LOWER_RIGHT)),
+            (produce, (q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, numbers, queue, Sq,
+                       Sk, Hq, group, lo, hi, sequences, tiles, total, section, CONSUMERS, BLOCK_N, D + MORE, DV,
+                       QUEUE, LOWER_RIGHT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -86,75 +92,73 @@ def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
-def _map(tensor: Tensor, rows: int, first: int, count: int) -> TensorMap:
-    """Rows [first, first + count) of each head of a tensor (B, H, S, D), `rows` of them at once."""
+def _map(tensor: Tensor, rows: int, columns: int, first: int, count: int) -> TensorMap:
+    """Rows [first, first + count) of each head of a tensor (B, H, S, D), `rows` and `columns` of them at once."""
     B, H, _, D = tensor.shape
-    block = (1, 1, rows, D)
+    block = (1, 1, rows, columns)
     # a stride that is never taken may be anything, but a tensor map wants multiples of 16 bytes
-    strides = [stride if size > 1 else D for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride if size > 1 else LINE for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     shape = (B, H, count, D)
     return TensorMap(block, shape, (*strides[:3], 1), first * tensor.stride(2), _shared_layout(tensor.dtype, block))
 
 
-_queues: dict[tuple[int, int], Tensor] = {}
-
-
-def _queue_on(device: int, stream: int) -> Tensor:
-    """Two counters, zero before and after every launch: one pair a stream, and one for every launch in a graph."""
-    if device >= 0 and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    place = "cpu" if device < 0 else device
-    queue = _queues.get((device, stream))
-    if queue is None:
-        queue = _queues[device, stream] = torch.zeros(2, dtype=torch.int32, device=place)
-    return queue
-
-
 def _plan(
-    inputs: Tensors, outputs: Tensors, scale: float, lo: int | None, hi: int | None, config: HopperConfig
-) -> Launch:
-    query, key, value, sink = inputs
-    out, lse = outputs
+    inputs: Tensors, outputs: Tensors, scale: float, cap: float | None, lo: int | None, hi: int | None,
+    lower_right: bool, longest_k: int, config: HopperConfig,
+) -> Launch:  # fmt: skip
+    query, key, value, *_, cu_q, _ = inputs
+    out = outputs[0]
     assert query is not None and key is not None and value is not None and out is not None
     B, Hq, Sq, D = query.shape
     Hkv, Dv = key.shape[1], value.shape[3]
-    first, count = keys_seen(Sq, key.shape[2], lo, hi)
     banded = lo is not None or hi is not None
-    tiles = triton.cdiv(Sq, config.block_m)
+    if cu_q is None:
+        tiles, sequences, strides = triton.cdiv(Sq, config.block_m), None, None
+        first, count = keys_seen(Sq, key.shape[2], lo, hi)
+        lo, hi = (None if limit is None else limit - first for limit in (lo, hi))
+        longest_k = count
+    else:
+        sequences, strides = cu_q.shape[0] - 1, out.stride()
+        tiles = Sq // config.block_m + sequences + 1
+        first, count = 0, key.shape[2]
     total = tiles * B * Hq
-    device = query.get_device()
-    programs = min(total, torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 132
+    programs = min(total, facts_of(query.get_device()).multiprocessors)
+    columns, more, values = config.columns, config.more, config.dv
     maps = {
-        0: _map(query, 64, 0, Sq),
-        1: _map(key, config.block_n, first, count),
-        2: _map(value, config.block_n, first, count),
-        4: _map(out, 64, 0, Sq),
+        0: _map(query, 64, columns, 0, Sq),
+        1: _map(key, config.block_n, columns, first, count),
+        2: _map(value, config.block_n, values, first, count),
+        8: _map(out, 64, values, 0, Sq),
     }
+    if more:
+        maps |= {4: _map(query, 64, more, 0, Sq), 5: _map(key, config.block_n, more, first, count)}
     args = (
         *(() if config.queue else (None,)),
-        Sq, count, Hq, Hq // Hkv, scale, None if lo is None else lo - first, None if hi is None else hi - first,
-        tiles, total, section(count, D, Dv, B * Hq, Hq // Hkv, banded),
+        strides, Dv, Sq, count, Hq, Hq // Hkv, scale, cap, lo, hi, sequences,
+        tiles, total, section(longest_k, D, Dv, B * Hq, Hq // Hkv, config.queue),
     )  # fmt: skip
     options = dict(
-        CONSUMERS=config.consumers, BLOCK_N=config.block_n, D=D, DV=Dv, STAGES=config.stages, Q_STAGES=config.q_stages,
-        TURNS=config.turns, FENCE=config.fence, QUEUE=config.queue, MASKED=banded or count % config.block_n != 0,
-        PINNED=config.pinned, REGISTERS=config.registers, PRODUCER_REGISTERS=config.producer_registers, num_warps=4,
+        CONSUMERS=config.consumers, BLOCK_N=config.block_n, D=columns, MORE=more, DV=values, STAGES=config.stages,
+        Q_STAGES=config.q_stages, TURNS=config.turns, FENCE=config.fence, QUEUE=config.queue, IN_PLACE=config.in_place,
+        MASKED=banded or count % config.block_n != 0 or cu_q is not None, PINNED=config.pinned,
+        REGISTERS=config.registers, PRODUCER_REGISTERS=config.producer_registers, LOWER_RIGHT=lower_right, num_warps=4,
     )  # fmt: skip
-    queue = (lambda stream: _queue_on(device, stream)) if config.queue else None
-    return Launch(attention_forward_kernel, programs, args, options, queue, maps)
+    on = query.device
+    queue = (lambda stream: board(on, 2, stream)) if config.queue else None
+    return Launch(hopper_forward_kernel, programs, args, options, queue, maps)
 
 
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, terms: Terms, config: HopperConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), for what `why_not` has no reason against."""
-    reason = why_not(query, key, value, terms)
-    if reason is not None:
-        raise ValueError(f"the Hopper kernel cannot run this: {reason}")
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), of what dispatch sends here: nothing else is refused."""
     B, Hq, Sq, D = query.shape
     out = empty_output(query, value.shape[3])
     lse = query.new_empty_strided((B, Hq, Sq), (Hq * Sq, Sq, 1), dtype=torch.float32)
-    config = config or hopper_config(D, value.shape[3], terms.lo is not None or terms.hi is not None)
-    sink = None if terms.sink is None else terms.sink.contiguous()
-    launch(_plan, (query, key, value, sink), (out, lse), terms.scale, terms.lo, terms.hi, config)
+    packed = terms.cu_q is not None
+    config = config or hopper_config(D, value.shape[3], packed or terms.lo is not None or terms.hi is not None)
+    more = (query, key) if config.more else (None, None)
+    sink, cu_q, cu_k = (None if x is None else x.contiguous() for x in (terms.sink, terms.cu_q, terms.cu_k))
+    numbers = terms.scale, terms.softcap, terms.lo, terms.hi, terms.lower_right and packed, terms.max_k if packed else 0
+    launch(_plan, (query, key, value, sink, *more, cu_q, cu_k), (out, lse, out if packed else None), *numbers, config)
     return out, lse

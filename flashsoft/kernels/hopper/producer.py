@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .rings import fill, load_tile, wait_empty
-from .scheduler import following, keys_of, leave, queries_of, visits_of
+from .rings import fill, load_rows, wait_empty
+from .scheduler import following, keys_of, leave, place_of, queries_of, settle, visits_of
 
 
 @gluon.jit
@@ -22,8 +22,10 @@ def _announce(numbers, slot, number):
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, queries, keys, values, numbers, queue, Sq, Sk, Hq, group, lo, hi, tiles, total, section,
+    q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, numbers, queue, Sq, Sk, Hq, group,
+    lo, hi, sequences, tiles, total, section,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, QUEUE: gl.constexpr,
+    LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Feeds the consumers until no tile is left, then hands them the number `total`."""
     BLOCK_M: gl.constexpr = CONSUMERS * 64
@@ -32,32 +34,41 @@ def produce(
     number = gl.program_id(0)
     n = 0  # uses of the rings of keys and values
     turn = 0  # tiles so far
+    sequence = 0
+    if cu_q is not None:
+        number, sequence = settle(number, tiles, total, section, cu_q, sequences, Sq, queue, BLOCK_M, QUEUE)
     while number < total:
         tile, head = queries_of(number, tiles, total // tiles, section)
-        row0 = tile * BLOCK_M
         b = head // Hq
         h = head % Hq
         h_kv = h // group
-        visits = visits_of(row0, Sq, Sk, lo, hi, BLOCK_M, BLOCK_N)
+        row0, place = place_of(tile, sequence, cu_q, cu_k, Sq, Sk, lo, hi, sequences, BLOCK_M, LOWER_RIGHT)
+        least = None if lo is None else lo + place.moved
+        most = None if hi is None else hi + place.moved
+        visits = visits_of(row0, place.Sq, place.Sk, least, most, BLOCK_M, BLOCK_N)
         wait_empty(queries, turn)
         slot = turn % SLOTS
         _announce(numbers, slot, number)
+        if cu_q is not None:
+            _announce(numbers, SLOTS + slot, sequence)
         full = queries.full.index(slot)
         mbarrier.expect(full, BLOCK_M * D * BYTES)
         for c in gl.static_range(CONSUMERS):
-            load_tile(q_desc, [b, h, row0 + c * 64, 0], full, queries.tiles.index(slot * CONSUMERS + c))
-        before = keys_of(visits, 0, lo, BLOCK_N)
-        fill(keys, n, k_desc, b, h_kv, before, BLOCK_N * D * BYTES)
+            load_rows(queries, slot * CONSUMERS + c, full, q_desc, q_more, b, h, place.q0 + row0 + c * 64)
+        before = place.k0 + keys_of(visits, 0, least, BLOCK_N)
+        fill(keys, n, k_desc, k_more, b, h_kv, before, BLOCK_N * D * BYTES)
         number = following(number, queue, QUEUE)
         for i in range(1, visits.count):
-            first = keys_of(visits, i, lo, BLOCK_N)
-            fill(keys, n + 1, k_desc, b, h_kv, first, BLOCK_N * D * BYTES)
-            fill(values, n, v_desc, b, h_kv, before, BLOCK_N * DV * BYTES)
+            first = place.k0 + keys_of(visits, i, least, BLOCK_N)
+            fill(keys, n + 1, k_desc, k_more, b, h_kv, first, BLOCK_N * D * BYTES)
+            fill(values, n, v_desc, None, b, h_kv, before, BLOCK_N * DV * BYTES)
             before = first
             n += 1
-        fill(values, n, v_desc, b, h_kv, before, BLOCK_N * DV * BYTES)
+        fill(values, n, v_desc, None, b, h_kv, before, BLOCK_N * DV * BYTES)
         n += 1
         turn += 1
+        if cu_q is not None:
+            number, sequence = settle(number, tiles, total, section, cu_q, sequences, Sq, queue, BLOCK_M, QUEUE)
     wait_empty(queries, turn)
     _announce(numbers, turn % SLOTS, total)
     mbarrier.arrive(queries.full.index(turn % SLOTS), count=1)

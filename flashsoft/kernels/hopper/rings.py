@@ -1,8 +1,9 @@
 """Rings of tiles in shared memory, and whose turn it is on the tensor cores.
 
 A ring has so many slots; use n of it takes slot n % slots. The producer waits until a slot is `empty`, then has it
-filled; consumers wait until it is `full`, and each says when it is done. Both barriers of a slot change their phase with
-every use, so use n waits for phase n // slots, and the first uses find every slot empty: theirs is the phase before.
+filled; consumers wait until it is `full`, and each says when it is done. Both barriers of a slot change their phase
+with every use, so use n waits for phase n // slots, and the first uses find every slot empty: theirs is the phase
+before.
 
 Turns: two or three warpgroups of consumers take turns in issuing their products, so that while one computes weights the
 others keep the tensor cores busy. Warpgroup c waits for named barrier TURNS + c, which the one before it arrives at.
@@ -22,9 +23,13 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 
 
 class Ring(NamedTuple):
-    """Slots (slots, ...) of shared memory, and barriers (slots, 1)."""
+    """Slots (slots, ...) of shared memory, and barriers (slots, 1).
+
+    more: the columns of tiles beyond a power of two, which shared memory is given out by; None if there are none.
+    """
 
     tiles: Any
+    more: Any
     full: Any
     empty: Any
 
@@ -60,20 +65,33 @@ def release(ring, n):
 
 
 @gluon.jit
-def tile_of(ring, n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The tile (ROWS, COLUMNS) of use n."""
-    SLOTS: gl.constexpr = ring.full.shape[0]
-    return ring.tiles.index(n % SLOTS).reshape([ROWS, COLUMNS])
+def tile_of(tiles, i):
+    """Tile i, (rows, columns)."""
+    return tiles.index(i).reshape([tiles.shape[3], tiles.shape[4]])
 
 
 @gluon.jit
-def fill(ring, n, desc, b, h, row, BYTES: gl.constexpr):
+def tile_in_use(ring, n):
+    """The tile (rows, columns) of use n."""
+    return tile_of(ring.tiles, n % ring.full.shape[0])
+
+
+@gluon.jit
+def load_rows(ring, i, full, desc, more_desc, b, h, row):
+    """Has the copy engine bring what of head h of batch entry b lies from `row` on into tile i of a ring."""
+    load_tile(desc, [b, h, row, 0], full, ring.tiles.index(i))
+    if ring.more is not None:
+        load_tile(more_desc, [b, h, row, ring.tiles.shape[4]], full, ring.more.index(i))
+
+
+@gluon.jit
+def fill(ring, n, desc, more_desc, b, h, row, BYTES: gl.constexpr):
     """Has use n filled with what of head h of batch entry b lies from `row` on, zeros beyond its end."""
     SLOTS: gl.constexpr = ring.full.shape[0]
     wait_empty(ring, n)
     full = ring.full.index(n % SLOTS)
     mbarrier.expect(full, BYTES)
-    load_tile(desc, [b, h, row, 0], full, ring.tiles.index(n % SLOTS))
+    load_rows(ring, n % SLOTS, full, desc, more_desc, b, h, row)
 
 
 @gluon.constexpr_function

@@ -3,7 +3,10 @@
 Tiles of queries are numbered over all heads, in sections of heads whose keys and values fit the L2 cache together;
 within a section those that see most keys come first, all heads of it side by side. The grid is persistent: a program
 takes its own number first, then every next one off a queue, or at strides of the grid where all tiles are alike.
-The queue is two counters, zeros before and after a launch: the next number, and how many programs have ended.
+The queue is two words, zeros before and after a launch: the next number, and how many programs have ended.
+
+Of packed sequences, b has the tiles from cu_q[b] // BLOCK_M + b on. So each has room for its own, b is found by
+bisection, and no more than one tile a sequence is empty. What lies behind the last is one more, without keys.
 
 A tile of queries visits its edges first (see `masking.runs`), then what lies wholly inside the band, each from the last
 key to the first. So the loop that runs longest comes last, has no mask, and finds a maximum already there.
@@ -22,7 +25,7 @@ from ..masking import runs
 
 
 class Visits(NamedTuple):
-    """`count` tiles of keys, of which the first `edges` are masked, and of these the first `high` at the upper limit."""
+    """`count` tiles of keys, the first `edges` of them masked, and of these the first `high` at the upper limit."""
 
     count: Any
     edges: Any
@@ -40,6 +43,58 @@ def queries_of(number, tiles, heads, section):
     return tiles - 1 - rest // beside, first + rest % beside
 
 
+class Sequence(NamedTuple):
+    """Where queries and keys begin, how many there are, and what is added to the limits of the band for these keys."""
+
+    q0: Any
+    k0: Any
+    Sq: Any
+    Sk: Any
+    moved: Any
+
+
+@triton.jit
+def sequence_at(slot, cu_q, sequences, BLOCK_M: tl.constexpr):
+    """The packed sequence whose tiles lie around number `slot`."""
+    least = 0
+    most = sequences
+    while least < most:
+        b = (least + most + 1) // 2
+        begins = tl.load(cu_q + b) // BLOCK_M + b
+        least = tl.where(begins <= slot, b, least)
+        most = tl.where(begins <= slot, most, b - 1)
+    return least
+
+
+@triton.jit
+def sequence_of(b, cu_q, cu_k, sequences, Tq, lo, hi, LOWER_RIGHT: tl.constexpr):
+    """Packed sequence b, of its keys those that one of its queries sees; of number `sequences` the rest, unseeing."""
+    after = tl.minimum(b + 1, sequences)
+    q0 = tl.load(cu_q + b)
+    k0 = tl.load(cu_k + b)
+    Sq = tl.where(b < sequences, tl.load(cu_q + after), Tq) - q0
+    Sk = tl.load(cu_k + after) - k0
+    moved = Sk - Sq if LOWER_RIGHT else 0
+    first = 0
+    if hi is not None:
+        Sk = tl.minimum(Sk, Sq + hi + moved)
+    if lo is not None:
+        first = tl.maximum(lo + moved, 0)
+    return Sequence(q0, k0 + first, Sq, tl.maximum(Sk - first, 0), moved - first)
+
+
+@triton.jit
+def place_of(
+    tile, b, cu_q, cu_k, Sq, Sk, lo, hi, sequences, BLOCK_M: tl.constexpr, LOWER_RIGHT: tl.constexpr
+):  # fmt: skip
+    """A tile's first query, and what it is of: packed sequence b, or a whole head."""
+    if cu_q is None:
+        return tile * BLOCK_M, Sequence(0, 0, Sq, Sk, 0)
+    else:
+        place = sequence_of(b, cu_q, cu_k, sequences, Sq, lo, hi, LOWER_RIGHT)
+        return (tile - place.q0 // BLOCK_M - b) * BLOCK_M, place
+
+
 @triton.jit
 def visits_of(row0, Sq, Sk, lo, hi, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """What BLOCK_M queries from row0 visit: at least one tile, so that every tile of queries goes the same way."""
@@ -50,10 +105,9 @@ def visits_of(row0, Sq, Sk, lo, hi, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     if lo is not None:
         low = tl.maximum(inside - start, 0) // BLOCK_N
     count = high + low + (edge - inside) // BLOCK_N
-    if (lo is not None) or (hi is not None):
-        # nothing is seen: one tile, all of it masked
-        high = tl.where(count == 0, 1, high)
-        count = tl.maximum(count, 1)
+    # nothing is seen: one tile, all of it masked
+    high = tl.where(count == 0, 1, high)
+    count = tl.maximum(count, 1)
     return Visits(count, high + low, high, inside, edge)
 
 
@@ -71,9 +125,26 @@ def keys_of(visits, i, lo, BLOCK_N: tl.constexpr):
 def following(number, queue, QUEUE: gl.constexpr):
     """The number a program takes after this one."""
     if QUEUE:
-        return gl.num_programs(0) + gl.atomic_add(queue, 1)
+        return gl.num_programs(0) + gl.atomic_add(queue, 1).to(gl.int32)
     else:
         return number + gl.num_programs(0)
+
+
+@gluon.jit
+def settle(number, tiles, total, section, cu_q, sequences, Tq, queue, BLOCK_M: gl.constexpr, QUEUE: gl.constexpr):
+    """The next number from this one on whose tile has queries, or `total`, and its packed sequence."""
+    b = 0
+    empty = number < total
+    while empty:
+        slot, _ = queries_of(number, tiles, total // tiles, section)
+        b = sequence_at(slot, cu_q, sequences, BLOCK_M)
+        q0 = gl.load(cu_q + b)
+        end = gl.where(b < sequences, gl.load(cu_q + gl.minimum(b + 1, sequences)), Tq)
+        empty = (slot - q0 // BLOCK_M - b) * BLOCK_M >= end - q0
+        if empty:
+            number = following(number, queue, QUEUE)
+            empty = number < total
+    return number, b
 
 
 @gluon.jit
