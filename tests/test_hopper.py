@@ -33,7 +33,7 @@ from flashsoft.tuning import hopper as tuning
 # ---- the schedule ------------------------------------------------------------------------------------------------
 
 FUNCTIONS = (masking._ceil_to, masking.runs, scheduler.queries_of, scheduler.sequence_at, scheduler.sequence_of,
-             scheduler.place_of, scheduler.visits_of, scheduler.keys_of)  # fmt: skip
+             scheduler.place_of, scheduler.visits_of, scheduler.keys_of, scheduler.unseen)  # fmt: skip
 
 
 def in_python() -> SimpleNamespace:
@@ -80,6 +80,9 @@ def check_visits(kernel: Any, row0: int, Sq: int, Sk: int, lo: Any, hi: Any, blo
     assert needed <= set(firsts) and len(firsts) <= max(1, len(needed))
     for first in firsts[visits.edges :]:
         assert all(least <= first and first + block_n <= end for least, end in ranges)
+    for last in range(row0 + 63, row0 + block_m, 64) if hi is not None else ():
+        seen = [*(first <= last + hi for first in firsts[: visits.high]), True]
+        assert kernel.unseen(visits, last, hi, block_n) == min(seen.index(True), visits.count - 1)
     # what lies beyond the last key is only in the first tile
     assert all(first + block_n <= Sk for first in firsts[1:])
 
@@ -183,7 +186,11 @@ def run(
     consumers: int, stages: int, q_stages: int, counts: list[int], tails: list[bool], turns: bool, in_place: bool,
     draw: random.Random,
 ) -> None:  # fmt: skip
-    """A producer and its consumers on tiles of `counts` visits, interleaved at random; every read is asserted."""
+    """A producer and its consumers on tiles of `counts` visits, interleaved at random; every read is asserted.
+
+    The first consumers skip some of a tile's visits, but not all.
+    """
+    skips = [[max(0, min(count - 1, draw.randint(0, 2) - c)) for c in range(consumers)] for count in counts]
     queries, keys, values = Ring(q_stages, consumers), Ring(stages, consumers), Ring(stages, consumers)
     copies: list[tuple[Ring, int, Any]] = []  # under way
     passed = [0] * consumers
@@ -227,16 +234,25 @@ def run(
         yield queries.is_full(0)
         while queries.held[tile % q_stages] != END:
             holds(queries, tile, "q", tile)
+            skipped = skips[tile][c]
+            for _ in range(skipped):
+                yield keys.is_full(n)
+                yield from take_turn()
+                pass_turn()
+                keys.release(n)
+                yield values.is_full(n)
+                values.release(n)
+                n += 1
             yield keys.is_full(n)
             yield from take_turn()
             yield None
-            holds(keys, n, "k", tile, 0)
+            holds(keys, n, "k", tile, skipped)
             pass_turn()
             keys.release(n)
-            if tails[tile]:  # of a packed sequence: values behind its end are cleared
+            if tails[tile] and not skipped:  # of a packed sequence: values behind its end are cleared
                 yield values.is_full(n)
                 holds(values, n, "v", tile, 0)
-            for i in range(1, counts[tile]):
+            for i in range(skipped + 1, counts[tile]):
                 yield keys.is_full(n + 1)
                 yield from take_turn()
                 holds(keys, n + 1, "k", tile, i)

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..softcap import softcap
 from ..softmax import LN2, LOG2E, finish, rise, start_from, update_folded, weights_at
 from .rings import pass_turn, release, store_tile, take_turn, tile_in_use, tile_of, wait_full
-from .scheduler import keys_of, place_of, queries_of, visits_of
+from .scheduler import keys_of, place_of, queries_of, unseen, visits_of
 
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instructions
 
@@ -217,6 +217,20 @@ def consume(
         if sink is not None:
             score = gl.load(sink + head % Hq).to(gl.float32) * LOG2E
             m, s = start_from(gl.full([ROWS], 0.0, gl.float32, row_layout) + score, LN2)
+        skipped = 0
+        # tiles that only later consumers' queries see: with two consumers there are few, and numbers would spill
+        if (hi is not None) and (CONSUMERS > 2):
+            skipped = unseen(visits, row0 + ROWS - 1, most, BLOCK_N)
+            for _ in range(skipped):
+                wait_full(keys, n)
+                if TURNS:
+                    take_turn(CONSUMER, CONSUMERS)
+                    pass_turn(CONSUMER, CONSUMERS)
+                release(keys, n)
+                wait_full(values, n)
+                release(values, n)
+                n += 1
+        first = keys_of(visits, skipped, least, BLOCK_N)
         wait_full(keys, n)
         if TURNS:
             take_turn(CONSUMER, CONSUMERS)
@@ -227,17 +241,17 @@ def consume(
         release(keys, n)
         x = _capped(x, scale, cap)
         if MASKED:
-            x = _masked(x, row0, keys_of(visits, 0, least, BLOCK_N), place.Sk, least, most, BLOCK_N)
+            x = _masked(x, row0, first, place.Sk, least, most, BLOCK_N)
         m, s, _, weights = update_folded(m, s, x, unit)
         sums = lane_sums(weights) * 0.0
         p = _operand(weights, dtype, DV)
         if cu_q is not None:
-            rest = place.Sk - keys_of(visits, 0, least, BLOCK_N)
+            rest = place.Sk - first
             if rest < BLOCK_N:
                 wait_full(values, n)
                 _clear(tile_in_use(values, n), rest, BLOCK_N, DV)
         acc = gl.full([ROWS, DV], 0.0, gl.float32, acc_layout)
-        for i in range(1, visits.count):
+        for i in range(skipped + 1, visits.count):
             m, s, sums, acc, p = _step(
                 m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, i, scale, unit, cap, place.Sk, least,
                 most, CONSUMER, CONSUMERS, BLOCK_N, DV, TURNS, FENCE, BANDED, PINNED,

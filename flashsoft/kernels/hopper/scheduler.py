@@ -121,6 +121,13 @@ def keys_of(visits, i, lo, BLOCK_N: tl.constexpr):
     return first
 
 
+@triton.jit
+def unseen(visits, last, hi, BLOCK_N: tl.constexpr):
+    """How many of the first visits, at the upper limit, but not all hold no key that queries up to `last` see."""
+    ahead = visits.edge + (visits.high - 1) * BLOCK_N - (last + hi)
+    return tl.minimum(tl.minimum(tl.maximum(ahead + BLOCK_N - 1, 0) // BLOCK_N, visits.high), visits.count - 1)
+
+
 @gluon.jit
 def following(number, queue, QUEUE: gl.constexpr):
     """The number a program takes after this one."""
