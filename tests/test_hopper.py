@@ -357,7 +357,7 @@ def heads(H: int, S: int, width: int, inner: bool = False) -> Tensor:
 
 DEFAULTS = {f"{config.d}-{config.dv}": config for config in tuning.CONFIGS}
 VARIANTS = {
-    "no-turns": replace(DEFAULTS["64-64"], turns=False, q_stages=2),
+    "no-turns": replace(DEFAULTS["64-64"], turns=False, q_stages=1),
     "no-fence": replace(DEFAULTS["128-128"], fence=False),
     "pinned": replace(DEFAULTS["128-128"], pinned=True),
     "two": tuning.HopperConfig(64, 64, 2, 64, 4, 2, 240, 24),

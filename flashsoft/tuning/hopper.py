@@ -72,7 +72,7 @@ def legal(config: HopperConfig) -> bool:
 
 # A head gets the first that is wide enough.
 CONFIGS = (
-    HopperConfig(64, 64, 3, 128, 3, 1, 160, 32),
+    HopperConfig(64, 64, 3, 128, 3, 2, 160, 32),
     HopperConfig(128, 128, 2, 128, 2, 2, 240, 24),
     HopperConfig(192, 128, 2, 128, 2, 1, 240, 24, in_place=True),
     HopperConfig(256, 256, 2, 64, 2, 1, 240, 24, in_place=True),
