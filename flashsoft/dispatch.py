@@ -53,13 +53,18 @@ class Support:
 
 
 ALL = frozenset(FEATURES)
+SOME = frozenset({"band", "softcap", "sink", "packed"})
+HOPPER = Support(SOME, SOME, (torch.float16, torch.bfloat16), 256, 256)
 TRITON = Support(ALL, ALL, (torch.float32, torch.float16, torch.bfloat16), 576, 512)
 REFERENCE = Support(ALL, ALL, (*TRITON.dtypes, torch.float64), 576, 512)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a backend must know of a call to say whether it can run it."""
+    """What a backend must know of a call to say whether it can run it.
+
+    obstacle: what of the call's own tensors and numbers the Hopper kernels cannot take.
+    """
 
     op: str
     device: torch.device
@@ -67,6 +72,7 @@ class Problem:
     features: frozenset[str] = frozenset()
     head_dim: int = 0
     value_dim: int = 0
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,11 @@ class Target:
     capability: tuple[int, int] | None
     has_triton: bool
     interpreted: bool
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is a GPU with Hopper's own instructions, and nothing stands in for it."""
+        return self.capability == (9, 0) and torch.version.hip is None and not self.interpreted
 
 
 @dataclass(frozen=True)
@@ -119,9 +130,25 @@ def _lacks(supports: Support, problem: Problem) -> str | None:
     return None
 
 
+NO_TRITON = "triton is not installed (on Windows: pip install triton-windows)"
+
+
+def _hopper_why_not(problem: Problem, target: Target) -> str | None:
+    if problem.op != "attention":
+        return "it computes attention only"
+    if not target.has_triton:
+        return NO_TRITON
+    lacking = _lacks(HOPPER, problem)
+    if lacking is not None:
+        return lacking
+    if target.device_type != "cuda" or not target.is_hopper:
+        return "its kernels need a GPU of compute capability 9.0, and no interpreter"
+    return problem.obstacle
+
+
 def _triton_why_not(problem: Problem, target: Target) -> str | None:
     if not target.has_triton:
-        return "triton is not installed (on Windows: pip install triton-windows)"
+        return NO_TRITON
     lacking = _lacks(TRITON, problem)
     if lacking is not None:
         return lacking
@@ -135,6 +162,7 @@ def _triton_why_not(problem: Problem, target: Target) -> str | None:
 
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend("hopper", ".kernels.hopper", _hopper_why_not, HOPPER),
     Backend("triton", ".kernels", _triton_why_not, TRITON),
     Backend("reference", ".reference", lambda problem, target: _lacks(REFERENCE, problem), REFERENCE, fallback=True),
 )
@@ -183,10 +211,20 @@ def _features(given: tuple[bool, ...]) -> frozenset[str]:
     return frozenset(name for name, feature in FEATURES.items() if present & set(feature.fields))
 
 
-def choose_attention(query: Tensor, value: Tensor, terms: Terms, requested: str | None = None) -> ModuleType:
+def obstacle(query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> str | None:
+    """What of one call of attention the Hopper kernels cannot take, where they could run."""
+    if not target_of(query.device).is_hopper:
+        return None
+    support = importlib.import_module(".kernels.hopper.support", __package__)
+    return support.why_not(query, key, value, terms)  # type: ignore[no-any-return]
+
+
+def choose_attention(
+    query: Tensor, key: Tensor, value: Tensor, terms: Terms, requested: str | None = None
+) -> ModuleType:
     """`choose` for a call of attention."""
-    sizes = query.shape[-1], value.shape[-1]
-    return _choose("attention", query.device, query.dtype, requested or env.BACKEND, features(terms), *sizes)
+    kind = features(terms), query.shape[-1], value.shape[-1], obstacle(query, key, value, terms)
+    return _choose("attention", query.device, query.dtype, requested or env.BACKEND, *kind)
 
 
 def choose(op: str, x: Tensor, requested: str | None = None) -> ModuleType:
@@ -203,8 +241,9 @@ def _choose(
     features: frozenset[str] = frozenset(),
     head_dim: int = 0,
     value_dim: int = 0,
+    obstacle: str | None = None,
 ) -> ModuleType:
-    problem = Problem(op, device, dtype, features, head_dim, value_dim)
+    problem = Problem(op, device, dtype, features, head_dim, value_dim, obstacle)
     explanation = explain_on(problem, target_of(problem.device), requested)
     if explanation.backend is None:
         why = "; ".join(

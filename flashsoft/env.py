@@ -2,7 +2,8 @@
 
 Variables are read once, at import:
 
-- `FLASHSOFT_BACKEND`: name of the backend every call runs on (`triton`, `reference`); unset = chosen per call.
+- `FLASHSOFT_BACKEND`: name of the backend every call runs on (`hopper`, `triton`, `reference`); unset = chosen per
+  call. `triton` keeps attention on the portable kernels.
 - `FLASHSOFT_CHECK`: `1` also checks the contents of tensors (temperatures, top-k counts, labels); each check waits
   for the device.
 - `FLASHSOFT_TUNING`: the folder of the tables that `flashsoft tune` writes, by default flashsoft/tuning in the

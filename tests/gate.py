@@ -1,6 +1,6 @@
 """The compile gate: the kernels that the public functions launch, built for GPUs that are not here.
 
-    python tests/gate.py 90 [part of a case's name]
+    python tests/gate.py 90 [part of a case's name, which for the Hopper kernels begins with hopper]
 
 prints one JSON object a kernel: registers, spilled bytes, shared memory, matrix opcodes, seconds to compile.
 
@@ -104,6 +104,8 @@ ELSEWHERE = re.compile(
 def attention(
     dtype: torch.dtype, D: int, Dv: int, mask: str, *, dlse: bool = False, scale: float | None = None
 ) -> Call:
+    """Attention in portable kernels, with gradients."""
+
     def call() -> None:
         import flashsoft
 
@@ -117,10 +119,36 @@ def attention(
             torch.empty(1, S, H, width, dtype=dtype).transpose(1, 2).requires_grad_()
             for S, H, width in ((256, 4, D), (512, 2, D), (512, 2, Dv))
         )
-        out, lse = flashsoft.attention(q, k, v, mask=masks[mask], scale=scale, return_lse=True)
+        out, lse = flashsoft.attention(q, k, v, mask=masks[mask], scale=scale, return_lse=True, backend="triton")
         torch.autograd.backward(
             (out, lse) if dlse else (out,), (torch.empty_like(out), torch.empty_like(lse))[: 1 + dlse]
         )
+
+    return call
+
+
+def hopper(dtype: torch.dtype, D: int, Dv: int, mask: str) -> Call:
+    """Attention's forward by the Hopper kernel."""
+
+    def call() -> None:
+        import flashsoft
+
+        masks = {"causal": flashsoft.Causal(), "window": flashsoft.Window(127), "packed": flashsoft.Causal()}
+        q, k, v = (
+            torch.empty(1, S, H, width, dtype=dtype).transpose(1, 2)
+            for S, H, width in (
+                (256, 4, D),
+                (500 if mask == "tail" else 512, 2, D),
+                (500 if mask == "tail" else 512, 2, Dv),
+            )
+        )
+        if mask == "packed":
+            cu = torch.tensor([0, 256], dtype=torch.int32)
+            rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+            flashsoft.attention_varlen(*rows, cu, 2 * cu, 256, 512, mask=masks[mask])
+            return
+        assert flashsoft.explain(q, k, v, mask=masks.get(mask)).backend == "hopper"
+        flashsoft.attention(q, k, v, mask=masks.get(mask))
 
     return call
 
@@ -211,6 +239,18 @@ def losses(dtype: torch.dtype, *shape: int, dim: int = -1, inplace: bool = False
         ).backward()
 
     return call
+
+
+def hopper_cases() -> dict[str, Call]:
+    """Every config of the Hopper kernel, with all keys of a tile there, with a tail, and with either band."""
+    from flashsoft.tuning.hopper import CONFIGS
+
+    return {
+        f"hopper-{name}-d{config.d}v{config.dv}-{mask}": hopper(dtype, config.d, config.dv, mask)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+        for config in CONFIGS
+        for mask in ("none", "tail", "causal", "window", "packed")
+    }
 
 
 def cases() -> dict[str, Call]:
@@ -383,7 +423,7 @@ def measure(case: str, kernel: Any, log: str) -> Kernel:
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     report.spilled = int(stores) + int(loads)
     report.serialized = "instructions are serialized" in log
-    if case.startswith("attention"):
+    if case.startswith(("attention", "hopper")):
         code = sass.listing(kernel.asm["cubin"])
         report.opcodes, report.lost = sass.opcodes(code), sass.lost_descriptors(code)
     return report
@@ -392,7 +432,7 @@ def measure(case: str, kernel: Any, log: str) -> Kernel:
 def main(arch: str, only: str = "") -> None:
     """Prints what the cases whose name holds `only` cost on one of SHARED_LIMIT's targets."""
     seen: set[str] = set()
-    for case, call in cases().items():
+    for case, call in (hopper_cases() if only.startswith("hopper") else cases()).items():
         if only not in case or (arch != MEASURED and not ELSEWHERE.match(case)):
             continue
         with compiling(arch) as built:

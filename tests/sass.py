@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-MATRIX = ("HGMMA", "UTCHMMA", "HMMA")
+COUNTED = ("HGMMA", "UTCHMMA", "HMMA", "USETMAXREG")
 
 
 class Instruction(NamedTuple):
@@ -43,8 +43,8 @@ def listing(cubin: bytes) -> list[Instruction]:
 
 
 def opcodes(code: list[Instruction]) -> dict[str, int]:
-    """How often each matrix opcode stands in the code."""
-    counts = {name: sum(line.family == name for line in code) for name in MATRIX}
+    """How often matrix opcodes, and those that move registers between warps, stand in the code."""
+    counts = {name: sum(line.family == name for line in code) for name in COUNTED}
     return {name: count for name, count in counts.items() if count}
 
 

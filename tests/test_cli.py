@@ -190,7 +190,7 @@ def test_demo_text_is_the_same_each_time() -> None:
         (["doctor", "--loud"], "unrecognized arguments: --loud"),
         (["verify", "--device", "abacus"], "--device must be cpu, cuda or cuda:N, got 'abacus'"),
         (["verify", "--device", "cuda:99"], "--device must be one of this machine's, got 'cuda:99'"),
-        (["verify", "--backend", "abacus"], "--backend must be one of triton, reference, got 'abacus'"),
+        (["verify", "--backend", "abacus"], "--backend must be one of hopper, triton, reference, got 'abacus'"),
         (["demo", "--steps", "1"], "--steps must be at least 2, got 1"),
         (["bench"], "required: benchmark"),
         (["bench", "dance"], "invalid choice: 'dance'"),

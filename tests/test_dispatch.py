@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import conftest
@@ -14,9 +15,11 @@ import torch
 import flashsoft
 from flashsoft import dispatch
 from flashsoft.dispatch import Problem, Target, explain_on
+from flashsoft.terms import Terms
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 H200 = Target("cuda", (9, 0), has_triton=True, interpreted=False)
+A100 = Target("cuda", (8, 0), has_triton=True, interpreted=False)
 LAPTOP = Target("cpu", None, has_triton=True, interpreted=False)
 
 
@@ -31,7 +34,40 @@ def why_not_triton(target: Target, of: Problem) -> str | None:
 def test_triton_runs_on_a_gpu() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert why_not_triton(H200, problem(dtype=dtype)) is None
-        assert explain_on(problem(dtype=dtype), H200).backend == "triton"
+        assert explain_on(problem(dtype=dtype), A100).backend == "triton"
+    assert explain_on(problem(dtype=torch.float32), H200).backend == "triton"
+
+
+def test_hopper_comes_first_where_it_can_run() -> None:
+    """Attention in 16 bits, plain or with a band or a sink, on sm_90; by another's name it is passed over."""
+    few = replace(problem(), features=frozenset({"band", "sink"}), head_dim=128, value_dim=128)
+    chosen = explain_on(few, H200)
+    assert chosen.backend == "hopper" and chosen.reasons["triton"] == "hopper comes first"
+    assert explain_on(few, H200, "triton").backend == "triton"
+    for other, target, words in (
+        (few, A100, "9.0"),
+        (few, replace(H200, interpreted=True), "9.0"),
+        (few, LAPTOP, "9.0"),
+        (few, replace(H200, has_triton=False), "not installed"),
+        (replace(few, op="softmax"), H200, "attention only"),
+        (replace(few, dtype=torch.float32), H200, "float32"),
+        (replace(few, features=frozenset({"bias"})), H200, "it has no bias"),
+        (replace(few, head_dim=320), H200, "256"),
+        (replace(few, obstacle="key is too large for a tensor map"), H200, "key is too large"),
+    ):
+        chosen = explain_on(other, target)
+        assert chosen.backend != "hopper" and words in chosen.reasons["hopper"]
+        assert explain_on(other, target, "hopper").backend is None
+
+
+def test_what_a_call_holds_is_asked_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.float16).transpose(1, 2)
+    askew = torch.zeros(1, 2, 8, 65, dtype=torch.float16)[..., :64]
+    assert dispatch.obstacle(q, askew, q, Terms()) is None
+    monkeypatch.setattr(dispatch, "target_of", lambda device: H200)
+    assert dispatch.obstacle(q, q, q, Terms()) is None
+    assert dispatch.obstacle(q, askew, q, Terms()).startswith("key must have rows")
+    assert flashsoft.explain(q, askew, q).reasons["hopper"].startswith("key must have rows")
 
 
 @pytest.mark.parametrize(
@@ -74,17 +110,18 @@ def test_by_name_it_runs_or_nothing_does() -> None:
     assert explain_on(problem(CPU), LAPTOP, "reference").backend == "reference"
     assert explain_on(problem(CPU), LAPTOP, "triton").backend is None
     assert explain_on(problem(), H200, "reference").backend == "reference"
-    with pytest.raises(ValueError, match=r"backend must be one of triton, reference, got 'flash'"):
+    with pytest.raises(ValueError, match=r"backend must be one of hopper, triton, reference, got 'flash'"):
         explain_on(problem(), H200, "flash")
 
 
 def test_the_text_of_an_explanation() -> None:
     lines = str(explain_on(problem(CPU), LAPTOP)).splitlines()
     assert lines[0] == "reference runs this"
-    assert lines[1].startswith("triton does not: its kernels need a GPU")
-    assert str(explain_on(problem(), H200)).startswith("triton runs this\nreference does not: ")
+    assert lines[1].startswith("hopper does not: its kernels need a GPU")
+    assert lines[2].startswith("triton does not: its kernels need a GPU")
+    assert str(explain_on(problem(), H200)).startswith("hopper runs this\ntriton does not: hopper comes first\n")
     nothing = str(explain_on(problem(), Target("cuda", (7, 5), True, False)))
-    assert nothing.startswith("no backend runs this\ntriton does not: ")
+    assert nothing.startswith("no backend runs this\nhopper does not: ")
 
 
 def test_every_backend_is_either_chosen_or_has_a_reason() -> None:
@@ -180,8 +217,8 @@ except flashsoft.BackendUnavailableError as error:
     print(error)
 """
     lines = run_python(code).splitlines()
-    assert lines[0] == "reference runs this" and lines[1].startswith("triton does not: triton is not installed")
-    assert "triton is not installed" in lines[2]
+    assert lines[0] == "reference runs this" and lines[1].startswith("hopper does not: triton is not installed")
+    assert lines[2].startswith("triton does not: triton is not installed") and "triton is not installed" in lines[-1]
 
 
 def test_the_variable_is_read_from_the_environment() -> None:

@@ -223,11 +223,12 @@ def explain(
 
     >>> print(explain(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), backend="reference"))
     reference runs this
+    hopper does not: reference was asked for
     triton does not: reference was asked for
     """
     query, key, value = autocast(query, key, value)
     checks.attention(query, key, value)
     terms = _terms(query, key, mask, bias, scale, softcap, sink, 0.0)
     features = dispatch.features(terms) | ({"dropout"} if checks.dropout_p(dropout_p) > 0.0 else set())
-    sizes = query.shape[3], value.shape[3]
-    return dispatch.explain(dispatch.Problem("attention", query.device, query.dtype, features, *sizes), backend)
+    kind = features, query.shape[3], value.shape[3], dispatch.obstacle(query, key, value, terms)
+    return dispatch.explain(dispatch.Problem("attention", query.device, query.dtype, *kind), backend)

@@ -39,7 +39,7 @@ def _clamped(query: Tensor, key: Tensor, terms: Terms) -> Terms:
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     terms = _clamped(query, key, Terms(*options[:-1]))
-    backend = dispatch.choose_attention(query, value, terms, options[-1])
+    backend = dispatch.choose_attention(query, key, value, terms, options[-1])
     return backend.attention_forward(query, key, value, terms)  # type: ignore[no-any-return]
 
 
@@ -58,7 +58,7 @@ def _attention_backward(
     *options: Any,
 ) -> tuple[Tensor, ...]:
     terms, needs = _clamped(query, key, Terms(*options[: _END - 3])), options[_END - 3 : -1]
-    backend = dispatch.choose_attention(query, value, terms, options[-1])
+    backend = dispatch.choose_attention(query, key, value, terms, options[-1])
     gradients = backend.attention_backward(dout, dlse, query, key, value, out, lse, terms, needs)
     return tuple(
         query.new_empty(0) if gradient is None else gradient if place < 3 else gradient.contiguous()
