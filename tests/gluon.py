@@ -29,8 +29,8 @@ for _module in (softmax, softcap, masking, scheduler, rings, producer, consumer,
             FOUND[_name] = _value.fn
         elif type(_value).__name__ == "constexpr":
             FOUND[_name] = _value.value
-NUMPY = {np.float32: np.float32, "int32": np.int32}
-HALF = SimpleNamespace(np=np.float16, primitive_bitwidth=16)
+NUMPY = {np.float32: np.float32, "int32": np.int32, np.int64: np.int64}
+HALF = SimpleNamespace(np=np.float32, primitive_bitwidth=16)  # in registers with the exponents of bfloat16
 
 
 class Tile(np.ndarray):
@@ -43,6 +43,12 @@ class Tile(np.ndarray):
     @property
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
+
+    def permute(self, order: tuple[int, ...]) -> Any:
+        return self.transpose(order)
+
+    def split(self) -> tuple[Any, Any]:
+        return self[..., 0], self[..., 1]
 
 
 def tile(x: Any) -> Any:
@@ -170,7 +176,7 @@ class Machine:
 
     def thread(self, program: int, shared: Any, function: Any, args: tuple[Any, ...]) -> threading.Thread:
         def work() -> None:
-            vars(self.own).update(program=program, shared=shared, products=[], stores=[0])
+            vars(self.own).update(program=program, shared=shared, products=[], stores=[])
             try:
                 with np.errstate(all="ignore"):  # of a thread's own
                     function(*args)
@@ -234,18 +240,20 @@ class Machine:
     def store_tile(self, desc: Descriptor, at: list[int], memory: Shared) -> None:
         assert tuple(memory.shape) == tuple(desc.block)
         stores = self.own.stores
-        stores[0] += 1
+        stores.append(False)  # whether it is done
+        number = len(stores) - 1
 
         def make() -> None:
             there, here = desc.inside(at)
             desc.view[there] = memory.values[here]
-            stores[0] -= 1
+            stores[number] = True
 
         self.change(lambda: self.copies.append(make))
 
     def store_wait(self, left: int) -> None:
+        earlier = len(self.own.stores) - left
         stores = self.own.stores
-        self.wait(lambda: stores[0] <= left)
+        self.wait(lambda: all(stores[: max(0, earlier)]))
 
     def product(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
@@ -264,7 +272,9 @@ class Machine:
     def assembly(self, code: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
         named = re.match(r"bar\.(sync|arrive) (\d+), 256;", code)
         if named is None:
-            assert code.startswith("mov")
+            assert code.startswith(("mov", "cp.async.bulk.wait_group 0"))
+            if not code.startswith("mov"):
+                self.store_wait(0)
             return args[0]
         action, which, turns = named[1], int(named[2]), self.own.shared.turns
         if action == "arrive":
@@ -275,7 +285,7 @@ class Machine:
             self.change(lambda: turns.update({which: turns[which] - 1}))
         return args[0]
 
-    def atomic_add(self, pointer: Pointer, x: int) -> Any:
+    def atomic_add(self, pointer: Pointer, x: int, sem: str | None = None) -> Any:
         def make() -> Any:
             before = pointer.values[pointer.at]
             pointer.values[pointer.at] += x
@@ -283,9 +293,9 @@ class Machine:
 
         return self.change(make)
 
-    def load(self, pointer: Pointer) -> Any:
+    def load(self, pointer: Pointer, volatile: bool = False) -> Any:
         value = pointer.values[pointer.at]
-        return np.asarray(value).view(Tile) if value.dtype.kind == "f" else int(value)
+        return np.asarray(value).view(Tile) if value.dtype.kind == "f" or volatile else int(value)
 
     def store(self, pointer: Pointer, x: Any, mask: Any = True) -> None:
         at, x, mask = np.broadcast_arrays(pointer.at, x, mask)

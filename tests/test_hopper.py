@@ -33,7 +33,8 @@ from flashsoft.tuning import hopper as tuning
 # ---- the schedule ------------------------------------------------------------------------------------------------
 
 FUNCTIONS = (masking._ceil_to, masking.runs, scheduler.queries_of, scheduler.sequence_at, scheduler.sequence_of,
-             scheduler.place_of, scheduler.visits_of, scheduler.keys_of, scheduler.unseen)  # fmt: skip
+             scheduler.place_of, scheduler.visits_of, scheduler.keys_of, scheduler.unseen,
+             scheduler.unsettled)  # fmt: skip
 
 
 def in_python() -> SimpleNamespace:
@@ -83,6 +84,10 @@ def check_visits(kernel: Any, row0: int, Sq: int, Sk: int, lo: Any, hi: Any, blo
     for last in range(row0 + 63, row0 + block_m, 64) if hi is not None else ():
         seen = [*(first <= last + hi for first in firsts[: visits.high]), True]
         assert kernel.unseen(visits, last, hi, block_n) == min(seen.index(True), visits.count - 1)
+    # before others move no pivot, all queries that see any key have seen one
+    careful = max(1, kernel.unsettled(visits, row0, min(row0 + block_m, Sq) - 1, lo, hi, block_n))
+    for least, end in ranges:
+        assert least >= end or any(first < end and first + block_n > least for first in firsts[:careful])
     # what lies beyond the last key is only in the first tile
     assert all(first + block_n <= Sk for first in firsts[1:])
 
@@ -360,7 +365,9 @@ VARIANTS = {
     "no-turns": replace(DEFAULTS["64-64"], turns=False, q_stages=1),
     "no-fence": replace(DEFAULTS["128-128"], fence=False),
     "pinned": replace(DEFAULTS["128-128"], pinned=True),
-    "two": tuning.HopperConfig(64, 64, 2, 64, 4, 2, 240, 24),
+    "pinned-64": replace(DEFAULTS["64-64"], pinned=True),
+    "pinned-256": replace(DEFAULTS["256-256"], pinned=True),
+    "two": tuning.SHORT,
 }
 
 
@@ -378,6 +385,20 @@ def test_every_config_in_numpy(name: str, Sq: int, Sk: int, lo: int | None, hi: 
         k[:, :, Sq + hi :] = v[:, :, Sq + hi :] = float("nan")
     terms = Terms(scale=config.d**-0.5, lo=lo, hi=hi)
     agree(*forward.attention_forward(q, k, v, terms, config), *exact(q, k, v, terms))
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("name", ["pinned", "pinned-64", "pinned-256"])
+@pytest.mark.parametrize(("lo", "hi"), [(None, None), (None, 100), (-170, 63), (20, None)])
+def test_scores_that_rise_far_above_the_first_in_numpy(name: str, lo: int | None, hi: int | None) -> None:
+    """Tiles whose pivot does not do are taken again, some of them and at the end of a program too."""
+    config = replace(VARIANTS[name], queue=lo is not None or hi is not None)
+    q, k, v = heads(HQ, 400, config.d), heads(HKV, 500, config.d), heads(HKV, 500, config.dv)
+    q[0, 1], k[:, 0, :200] = 100 * q[0, 1], 4 * k[:, 0, :200]  # keys are visited from the last to the first
+    terms = Terms(scale=config.d**-0.5, lo=lo, hi=hi)
+    out, lse = forward.attention_forward(q, k, v, terms, config)
+    want, want_lse = exact(q, k, v, terms)
+    agree(out, lse, want, want_lse)
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
@@ -426,12 +447,12 @@ def test_packed_sequences_in_numpy(name: str, lo: int | None, hi: int | None, lo
 def test_configs_are_legal_and_every_head_gets_the_narrowest() -> None:
     assert all(tuning.legal(config) for config in tuning.CONFIGS)
     for D, Dv in itertools.product(range(8, 257, 8), repeat=2):
-        config = tuning.hopper_config(D, Dv, False)
+        config = tuning.hopper_config(D, Dv, 4096, False, True)
         assert config.d >= D and config.dv >= Dv
         fit = [other for other in tuning.CONFIGS if other.d >= D and other.dv >= Dv]
         assert config.d + config.dv == min(other.d + other.dv for other in fit)
     assert not tuning.legal(tuning.HopperConfig(256, 256, 2, 128, 2, 1, 240, 24))
-    assert not tuning.legal(tuning.HopperConfig(192, 64, 2, 64, 2, 1, 240, 24, in_place=True))
+    assert not tuning.legal(tuning.HopperConfig(256, 256, 2, 64, 2, 1, 240, 24, out_columns=32))
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def _remember(key: tuple[Any, ...], device: int, made: Launch, given: Tensors, c
     if made.maps:
         mapped = [
             Mapped(i, tensor_map, tensor.itemsize, tensor.data_ptr())
-            for i, tensor_map in made.maps.items()
+            for i, tensor_map in sorted(made.maps.items())
             if (tensor := given[i]) is not None
         ]
         args = (*made.args, *constants)

@@ -69,7 +69,10 @@ def starter_of_maps(
     tensors: int,
     args: tuple[Any, ...],
 ) -> Callable[[list[Any]], None]:
-    """Starts a launch for `tensors` first parameters at the addresses in the caller's list, then `args`."""
+    """Starts a launch for `tensors` first parameters at the addresses in the caller's list, then `args`.
+
+    `mapped` are in the order of the parameters, as what Triton makes of them is.
+    """
     run = compiled.run
     known = (compiled.function, compiled.packed_metadata, None, None, None)  # the Nones: no hooks
     stream, marks = object(), [object() for _ in range(tensors)]

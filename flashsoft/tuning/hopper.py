@@ -16,8 +16,8 @@ class HopperConfig:
 
     block_n: keys of a tile. stages: of keys and of values on the way. q_stages: of queries. registers: a consumer's
     thread's; producer_registers: the producer's. turns: whether consumers take turns on the tensor cores. queue:
-    whether programs take tiles off a queue, and not at strides. in_place: whether out leaves by the memory of queries.
-    fence, pinned: see `kernels/hopper/consumer.py`.
+    whether programs take tiles off a queue, and not at strides. out_columns, out_slots: out leaves in parts of so many
+    columns, by so many pieces of memory a consumer. fence, pinned: see `kernels/hopper/consumer.py`.
     """
 
     d: int
@@ -32,7 +32,8 @@ class HopperConfig:
     fence: bool = True
     queue: bool = False
     pinned: bool = False
-    in_place: bool = False
+    out_columns: int = 64
+    out_slots: int = 1
 
     @property
     def columns(self) -> int:
@@ -49,11 +50,15 @@ class HopperConfig:
         """Queries of a tile."""
         return 64 * self.consumers
 
+    def scratch(self, programs: int) -> int:
+        """Words of zeros that a launch needs: see `kernels/hopper/scheduler.py`."""
+        return 2 + self.q_stages * programs if self.pinned else 2 * self.queue
+
 
 def shared_memory(config: HopperConfig) -> int:
     """Bytes of tiles of 16-bit heads; barriers and numbers take less than 512 more."""
     queries = config.consumers * config.q_stages * 64 * config.d
-    outs = 0 if config.in_place else config.consumers * 64 * config.dv
+    outs = config.consumers * config.out_slots * 64 * config.out_columns
     return 2 * (queries + outs + config.stages * config.block_n * (config.d + config.dv))
 
 
@@ -64,8 +69,8 @@ def legal(config: HopperConfig) -> bool:
         config.consumers in (2, 3)
         and config.block_n in (64, 128, 256)
         and registers <= REGISTERS
-        and all(width & (width - 1) == 0 for width in (config.dv, config.more))
-        and (not config.in_place or config.columns == config.dv)
+        and all(width & (width - 1) == 0 for width in (config.dv, config.more, config.out_columns))
+        and config.dv // config.out_columns in (1, 2, 4)
         and shared_memory(config) + 512 <= SHARED_MEMORY
     )
 
@@ -73,21 +78,34 @@ def legal(config: HopperConfig) -> bool:
 # A head gets the first that is wide enough.
 CONFIGS = (
     HopperConfig(64, 64, 3, 128, 3, 2, 160, 32),
-    HopperConfig(128, 128, 2, 128, 2, 2, 240, 24),
-    HopperConfig(192, 128, 2, 128, 2, 1, 240, 24, in_place=True),
-    HopperConfig(256, 256, 2, 64, 2, 1, 240, 24, in_place=True),
+    HopperConfig(128, 128, 2, 128, 2, 2, 240, 24, out_columns=128),
+    HopperConfig(192, 128, 2, 128, 2, 1, 240, 24),
+    HopperConfig(256, 256, 2, 64, 2, 1, 240, 24, out_slots=2),
 )
+# For narrow heads of short sequences, if tiles are uneven: 128 queries, not 192.
+SHORT = HopperConfig(64, 64, 2, 128, 4, 2, 240, 24)
 
 
 @functools.cache
-def hopper_config(D: int, Dv: int, uneven: bool) -> HopperConfig:
-    """The config for heads of D and Dv; `uneven` if tiles of queries differ in how many keys they see."""
+def hopper_config(D: int, Dv: int, longest: int, uneven: bool, wide: bool) -> HopperConfig:
+    """The config for heads of D and Dv, of at most `longest` keys.
+
+    uneven: whether tiles of queries differ in how many keys they see; wide: whether the dtype has float32's exponents,
+    so that weights may be large ones.
+    """
     config = next(config for config in CONFIGS if config.d >= D and config.dv >= Dv)
-    return replace(config, queue=uneven)
+    if config is CONFIGS[0] and uneven and longest < 8192:
+        config = SHORT
+    return replace(config, queue=uneven, pinned=wide)
 
 
 def section(Sk: int, D: int, Dv: int, heads: int, group: int, uneven: bool) -> int:
-    """Query heads whose tiles run side by side, `group` to a head of keys: one, or as many as the L2 cache holds."""
+    """Query heads whose tiles run side by side, `group` to a head of keys: one, or as many as the L2 cache holds.
+
+    Sections are of one size, as far as that goes: the last, when programs run out of work, is not to be a small one.
+    """
     if not uneven:
         return 1
-    return min(heads, max(1, L2 // (2 * Sk * (D + Dv))) * group)
+    most = max(1, L2 // (2 * Sk * (D + Dv))) * group
+    sections = -(-heads // most)
+    return min(heads, -(-heads // (sections * group)) * group)

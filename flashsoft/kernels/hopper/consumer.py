@@ -28,11 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..softcap import softcap
-from ..softmax import LN2, LOG2E, finish, rise, start_from, update_folded, weights_at
-from .rings import pass_turn, release, store_tile, take_turn, tile_in_use, tile_of, wait_full
-from .scheduler import keys_of, place_of, queries_of, unseen, visits_of
+from ..softmax import LN2, LOG2E, finish, rise, start_from, weights_at
+from .producer import again_of, announced
+from .rings import pass_turn, release, store_tile, take_turn, tile_in_use, tile_of, wait_full, wait_written
+from .scheduler import keys_of, place_of, unseen, unsettled, visits_of
 
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instructions
+MOST = gl.constexpr(2.0**64)  # that a row's weights may sum up to, for an m that lies below its scores
 
 
 @gluon.constexpr_function
@@ -59,6 +61,11 @@ def lane_sums(p):
     """What each lane holds of the sums of rows, (rows, 4): the rest is for once, at the end of the row."""
     by_lane = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(by_lane, 3), 1)
+
+
+@gluon.jit
+def _scaled(s, sums, alpha):
+    return s * alpha, sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
 
 
 @gluon.jit
@@ -117,23 +124,37 @@ def _clear(tile, rows, BLOCK_N: gl.constexpr, DV: gl.constexpr):
 
 
 @gluon.jit
-def _store_some(out, out_strides, tile, h, first, rows, Dv, DV: gl.constexpr):
-    """Writes `rows` of a tile to those of head h from `first` on."""
-    layout: gl.constexpr = _rows_layout(DV)
+def _store_some(out, out_strides, tile, h, first, rows, column0, Dv, COLUMNS: gl.constexpr):
+    """Writes `rows` of a tile to those of head h from `first` on, in columns from column0 on."""
+    layout: gl.constexpr = _rows_layout(COLUMNS)
     values = tile.load(layout)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    c = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))[None, :]
+    c = column0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
     pointers = out + tl.cast(h, tl.int64) * out_strides[1] + tl.cast(first + r, tl.int64) * out_strides[2] + c
     gl.store(pointers, values, mask=(r < rows) & (c < Dv))
 
 
 @gluon.jit
+def _parts(x, PARTS: gl.constexpr):
+    """The columns of a tile in so many parts, 1, 2 or 4."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+        return _parts(left, PARTS // 2) + _parts(right, PARTS // 2)
+
+
+@gluon.jit
 def _step(
-    m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, i, scale, unit, cap, Sk, lo, hi,
+    m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, careful, i, scale, unit, cap, Sk, lo, hi,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr,
-    TURNS: gl.constexpr, FENCE: gl.constexpr, BANDED: gl.constexpr, PINNED: gl.constexpr,
+    TURNS: gl.constexpr, FENCE: gl.constexpr, PINNED: gl.constexpr,
 ):  # fmt: skip
-    """Takes visit i, use n + 1 of the keys, into the state, and the weights p of use n with its values into acc."""
+    """Takes visit i, use n + 1 of the keys, into the state, and the weights p of use n with its values into acc.
+
+    Visits below `careful` are masked, and with PINNED only they move m.
+    """
+    BANDED: gl.constexpr = (lo is not None) or (hi is not None)
     wait_full(keys, n + 1)
     if TURNS:
         take_turn(CONSUMER, CONSUMERS)
@@ -146,18 +167,18 @@ def _step(
     release(keys, n + 1)
     x = _capped(x, scale, cap)
     alpha = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product_layout(BLOCK_N)))
-    if BANDED:
-        if i < visits.edges:
+    if BANDED or PINNED:
+        if i < careful:
             x = warpgroup_mma_wait(0, deps=[x])  # the mask takes the registers that p has until then
-            x = _masked(x, row0, keys_of(visits, i, lo, BLOCK_N), Sk, lo, hi, BLOCK_N)
+            if BANDED:
+                x = _masked(x, row0, keys_of(visits, i, lo, BLOCK_N), Sk, lo, hi, BLOCK_N)
             if PINNED:
                 m, alpha = rise(m, x, unit)
+                s, sums = _scaled(s, sums, alpha)
     if not PINNED:
         m, alpha = rise(m, x, unit)
+        s, sums = _scaled(s, sums, alpha)
     weights = weights_at(m, x, unit)
-    if BANDED or not PINNED:
-        s = s * alpha
-        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
     sums += lane_sums(weights)
     if FENCE:
         # full already; but it ends a basic block, or ptxas 12.8 moves the wait below above the exponentials
@@ -166,29 +187,27 @@ def _step(
     release(values, n)
     if not PINNED:
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product_layout(DV)))[:, None]
-    elif BANDED:
-        if i < visits.edges:
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product_layout(DV)))[:, None]
+    elif i < careful:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, product_layout(DV)))[:, None]
     return m, s, sums, acc, _operand(weights, p.dtype, DV)
 
 
 @gluon.jit
 def consume(
-    out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, numbers, out_strides, Dv, Sq, Sk, Hq, scale, cap,
-    lo, hi, sequences, tiles, total, section,
+    out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides, Dv, Sq, Sk, Hq,
+    scale, cap, lo, hi, sequences, heads,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr,
-    TURNS: gl.constexpr, FENCE: gl.constexpr, IN_PLACE: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
+    TURNS: gl.constexpr, FENCE: gl.constexpr, OUT_SLOTS: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
     LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """out and lse of rows 64 * CONSUMER to 64 * CONSUMER + 63 of every tile that the producer announces."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = queries.full.shape[0]
+    COLUMNS: gl.constexpr = outs.shape[4]  # of a part of out
     dtype: gl.constexpr = out_desc.dtype
     x_layout: gl.constexpr = product_layout(BLOCK_N)
     acc_layout: gl.constexpr = product_layout(DV)
     row_layout: gl.constexpr = gl.SliceLayout(1, x_layout)
-    word: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    BANDED: gl.constexpr = (lo is not None) or (hi is not None)  # else a tail is all there is to mask, in visit 0
     unit = scale if cap is None else 1.0
     if TURNS:
         if CONSUMER == CONSUMERS - 1:
@@ -196,17 +215,25 @@ def consume(
     n = 0
     turn = 0
     wait_full(queries, 0)
-    number = gl.max(numbers.index(0).load(word), 0)
-    while number < total:
-        tile, head = queries_of(number, tiles, total // tiles, section)
+    what = announced(words, 0, 0)
+    while what >= 0:
+        tile = what >> 1
+        again = (what & 1) != 0
+        b = announced(words, turn % SLOTS, 1)
+        h = announced(words, turn % SLOTS, 2)
+        head = b * Hq + h
         sequence = 0
         if cu_q is not None:
-            sequence = gl.max(numbers.index(SLOTS + turn % SLOTS).load(word), 0)
+            sequence = announced(words, turn % SLOTS, 3)
         tile0, place = place_of(tile, sequence, cu_q, cu_k, Sq, Sk, lo, hi, sequences, BLOCK_M, LOWER_RIGHT)
         row0 = tile0 + CONSUMER * ROWS
         least = None if lo is None else lo + place.moved
         most = None if hi is None else hi + place.moved
         visits = visits_of(tile0, place.Sq, place.Sk, least, most, BLOCK_M, BLOCK_N)
+        careful = visits.edges
+        if PINNED:
+            last = tl.minimum(tile0 + BLOCK_M, place.Sq) - 1
+            careful = gl.where(again, visits.count, unsettled(visits, tile0, last, least, most, BLOCK_N))
         own = (turn % SLOTS) * CONSUMERS + CONSUMER
         q = tile_of(queries.tiles, own)
         q_more = None
@@ -215,7 +242,7 @@ def consume(
         m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         s = gl.full([ROWS], 0.0, gl.float32, row_layout)
         if sink is not None:
-            score = gl.load(sink + head % Hq).to(gl.float32) * LOG2E
+            score = gl.load(sink + h).to(gl.float32) * LOG2E
             m, s = start_from(gl.full([ROWS], 0.0, gl.float32, row_layout) + score, LN2)
         skipped = 0
         # tiles that only later consumers' queries see: with two consumers there are few, and numbers would spill
@@ -242,8 +269,10 @@ def consume(
         x = _capped(x, scale, cap)
         if MASKED:
             x = _masked(x, row0, first, place.Sk, least, most, BLOCK_N)
-        m, s, _, weights = update_folded(m, s, x, unit)
-        sums = lane_sums(weights) * 0.0
+        m, alpha = rise(m, x, unit)
+        s = s * alpha
+        weights = weights_at(m, x, unit)
+        sums = lane_sums(weights)
         p = _operand(weights, dtype, DV)
         if cu_q is not None:
             rest = place.Sk - first
@@ -253,42 +282,48 @@ def consume(
         acc = gl.full([ROWS, DV], 0.0, gl.float32, acc_layout)
         for i in range(skipped + 1, visits.count):
             m, s, sums, acc, p = _step(
-                m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, i, scale, unit, cap, place.Sk, least,
-                most, CONSUMER, CONSUMERS, BLOCK_N, DV, TURNS, FENCE, BANDED, PINNED,
+                m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, careful, i, scale, unit, cap, place.Sk,
+                least, most, CONSUMER, CONSUMERS, BLOCK_N, DV, TURNS, FENCE, PINNED,
             )  # fmt: skip
             n += 1
-        if not IN_PLACE:
-            release(queries, turn)
+        s += gl.convert_layout(gl.sum(sums, 1), row_layout)
+        rows = row0 + gl.arange(0, ROWS, layout=row_layout)
+        if PINNED:
+            fits = (s <= MOST) | (rows >= place.Sq) | again
+            slots = gl.full([ROWS], turn % SLOTS, gl.int32, row_layout)
+            refused = gl.full([ROWS], tile * heads + head + 1, gl.int64, row_layout)
+            gl.store(again_of(queue, SLOTS) + slots, refused, mask=fits == 0)
+        release(queries, turn)
         wait_full(values, n)
         acc = warpgroup_mma(p, tile_in_use(values, n), acc, is_async=True)
-        s += gl.convert_layout(gl.sum(sums, 1), row_layout)
         inverse, row_lse = finish(m, s, LN2)
         if (cu_q is not None) and (sink is not None):  # what lies behind the last sequence has no sink either
             row_lse = gl.where(sequence < sequences, row_lse, float("-inf"))
-        rows = row0 + gl.arange(0, ROWS, layout=row_layout)
         gl.store(lse + tl.cast(head, tl.int64) * Sq + place.q0 + rows, row_lse, mask=rows < place.Sq)
-        if not IN_PLACE:
-            tma.store_wait(0)  # the tile before this one has left `outs`
+        if PINNED:
+            if again:
+                wait_written()
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(values, n)
         n += 1
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
-        out_tile = outs.index(own if IN_PLACE else CONSUMER)
-        out_tile.reshape([ROWS, DV]).store(acc.to(dtype))
-        fence_async_shared()
-        if cu_q is None:
-            store_tile(out_desc, [head // Hq, head % Hq, row0, 0], out_tile)
-        elif row0 + ROWS <= place.Sq:
-            store_tile(out_desc, [0, head, place.q0 + row0, 0], out_tile)
-        else:  # the rows behind the last are another sequence's
-            some = out_tile.reshape([ROWS, DV])
-            _store_some(out, out_strides, some, head, place.q0 + row0, place.Sq - row0, Dv, DV)
-        if IN_PLACE:
-            tma.store_wait(0)
-            release(queries, turn)
+        parts = _parts(acc.to(dtype), DV // COLUMNS)
+        for c in gl.static_range(DV // COLUMNS):
+            tma.store_wait(OUT_SLOTS - 1)  # what lay in this slot before has left it
+            part = outs.index(CONSUMER * OUT_SLOTS + c % OUT_SLOTS)
+            part.reshape([ROWS, COLUMNS]).store(parts[c])
+            fence_async_shared()
+            if cu_q is None:
+                store_tile(out_desc, [b, h, row0, c * COLUMNS], part)
+            elif row0 + ROWS <= place.Sq:
+                store_tile(out_desc, [0, head, place.q0 + row0, c * COLUMNS], part)
+            else:  # the rows behind the last are another sequence's
+                some = part.reshape([ROWS, COLUMNS])
+                first_row = place.q0 + row0
+                _store_some(out, out_strides, some, head, first_row, place.Sq - row0, c * COLUMNS, Dv, COLUMNS)
         turn += 1
         wait_full(queries, turn)
-        number = gl.max(numbers.index(turn % SLOTS).load(word), 0)
+        what = announced(words, turn % SLOTS, 0)
     tma.store_wait(0)
     if TURNS:
         if CONSUMER == 0:

@@ -119,3 +119,11 @@ def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Gives the turn to the next consumer."""
     if CONSUMERS > 1:
         _barrier("arrive", TURNS + (CONSUMER + 1) % CONSUMERS, 256)
+
+
+@gluon.jit
+def wait_written():
+    """Waits until all tiles that this warpgroup has sent off are in memory, not only read from shared memory."""
+    threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(code, "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1)

@@ -3,7 +3,8 @@
 Tiles of queries are numbered over all heads, in sections of heads whose keys and values fit the L2 cache together;
 within a section those that see most keys come first, all heads of it side by side. The grid is persistent: a program
 takes its own number first, then every next one off a queue, or at strides of the grid where all tiles are alike.
-The queue is two words, zeros before and after a launch: the next number, and how many programs have ended.
+The queue is two words, zeros before and after a launch: the next number, and how many programs have ended. Behind it
+each program has a word for each slot of queries, zero but for tiles that are to be taken again (`consumer.py`).
 
 Of packed sequences, b has the tiles from cu_q[b] // BLOCK_M + b on. So each has room for its own, b is found by
 bisection, and no more than one tile a sequence is empty. What lies behind the last is one more, without keys.
@@ -39,7 +40,7 @@ def queries_of(number, tiles, heads, section):
     """The tile and the head of a number; each head has `tiles`, each section `section` heads, but for the last."""
     first = number // (section * tiles) * section
     rest = number - first * tiles
-    beside = tl.minimum(section, heads - first)
+    beside = tl.maximum(tl.minimum(section, heads - first), 1)
     return tiles - 1 - rest // beside, first + rest % beside
 
 
@@ -128,30 +129,49 @@ def unseen(visits, last, hi, BLOCK_N: tl.constexpr):
     return tl.minimum(tl.minimum(tl.maximum(ahead + BLOCK_N - 1, 0) // BLOCK_N, visits.high), visits.count - 1)
 
 
+@triton.jit
+def unsettled(visits, row0, last, lo, hi, BLOCK_N: tl.constexpr):
+    """How many visits it takes until queries row0 to `last` have all met a key they see, if they see any.
+
+    All see some of the edges but one query, whose limit may lie just between two tiles.
+    """
+    if hi is not None:
+        return visits.edges + tl.where((row0 + hi + 1) % BLOCK_N == 0, 1, 0)
+    elif lo is not None:
+        return visits.edges + tl.where((last + lo) % BLOCK_N == 0, 1, 0)
+    else:
+        return visits.edges
+
+
 @gluon.jit
 def following(number, queue, QUEUE: gl.constexpr):
     """The number a program takes after this one."""
     if QUEUE:
-        return gl.num_programs(0) + gl.atomic_add(queue, 1).to(gl.int32)
+        return gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed").to(gl.int32)
     else:
         return number + gl.num_programs(0)
 
 
 @gluon.jit
-def settle(number, tiles, total, section, cu_q, sequences, Tq, queue, BLOCK_M: gl.constexpr, QUEUE: gl.constexpr):
-    """The next number from this one on whose tile has queries, or `total`, and its packed sequence."""
+def settle(number, tiles, heads, section, cu_q, sequences, Tq, queue, BLOCK_M: gl.constexpr, QUEUE: gl.constexpr):
+    """The next number from this one on whose tile has queries, with its tile, head and packed sequence.
+
+    From tiles * heads on there are none.
+    """
+    tile, head = queries_of(number, tiles, heads, section)
     b = 0
-    empty = number < total
-    while empty:
-        slot, _ = queries_of(number, tiles, total // tiles, section)
-        b = sequence_at(slot, cu_q, sequences, BLOCK_M)
-        q0 = gl.load(cu_q + b)
-        end = gl.where(b < sequences, gl.load(cu_q + gl.minimum(b + 1, sequences)), Tq)
-        empty = (slot - q0 // BLOCK_M - b) * BLOCK_M >= end - q0
-        if empty:
-            number = following(number, queue, QUEUE)
-            empty = number < total
-    return number, b
+    if cu_q is not None:
+        empty = number < tiles * heads
+        while empty:
+            b = sequence_at(tile, cu_q, sequences, BLOCK_M)
+            q0 = gl.load(cu_q + b)
+            end = gl.where(b < sequences, gl.load(cu_q + gl.minimum(b + 1, sequences)), Tq)
+            empty = (tile - q0 // BLOCK_M - b) * BLOCK_M >= end - q0
+            if empty:
+                number = following(number, queue, QUEUE)
+                tile, head = queries_of(number, tiles, heads, section)
+                empty = number < tiles * heads
+    return number, tile, head, b
 
 
 @gluon.jit
