@@ -188,9 +188,8 @@ END = ("end",)
 
 
 def run(
-    consumers: int, stages: int, q_stages: int, counts: list[int], tails: list[bool], turns: bool, in_place: bool,
-    draw: random.Random,
-) -> None:  # fmt: skip
+    consumers: int, stages: int, q_stages: int, counts: list[int], tails: list[bool], turns: bool, draw: random.Random
+) -> None:
     """A producer and its consumers on tiles of `counts` visits, interleaved at random; every read is asserted.
 
     The first consumers skip some of a tile's visits, but not all.
@@ -272,16 +271,11 @@ def run(
                 holds(values, n, "v", tile, i - 1)
                 values.release(n)
                 n += 1
-            if not in_place:
-                queries.release(tile)
+            queries.release(tile)
             yield values.is_full(n)
             yield None
             holds(values, n, "v", tile, counts[tile] - 1)
             values.release(n)
-            if in_place:
-                yield None
-                holds(queries, tile, "q", tile)
-                queries.release(tile)
             n, tile = n + 1, tile + 1
             yield queries.is_full(tile)
         if c == 0:
@@ -310,10 +304,7 @@ def test_roles_never_wait_for_each_other_in_a_circle() -> None:
         draw = random.Random(seed)
         counts = [draw.randint(1, 6) for _ in range(draw.randint(0, 5))]
         tails = [draw.random() < 0.3 for _ in counts]
-        run(
-            draw.choice([2, 3]), draw.choice([2, 3, 4]), draw.choice([1, 2]), counts, tails, draw.random() < 0.7,
-            draw.random() < 0.3, draw,
-        )  # fmt: skip
+        run(draw.choice([2, 3]), draw.choice([2, 3, 4]), draw.choice([1, 2]), counts, tails, draw.random() < 0.7, draw)
 
 
 # ---- all of it ---------------------------------------------------------------------------------------------------

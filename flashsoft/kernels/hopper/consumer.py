@@ -7,11 +7,17 @@ values, and while the latter run the weights of the new tile are computed:
     this warpgroup                       p[i+1] from x[i+1]
 
 Per step and warpgroup, 64 x BLOCK_N scores: 2 * 64 * BLOCK_N * (D + DV) flops, that is BLOCK_N * (D + DV) / 32 cycles
-of the tensor cores; 64 * BLOCK_N exponentials, 16 a cycle; per score one FMNMX, FFMA, MUFU and FADD and half an F2FP,
-and DV / BLOCK_N FMULs for the sum over values. A step with PINNED leaves out the maximum and those FMULs.
+of the tensor cores; 64 * BLOCK_N exponentials, 16 a cycle; per score one FFMA, MUFU and FADD and half an F2FP.
 
-Invariant: as in `kernels/forward.py`, with the last tile's weights p still to be multiplied. With PINNED, m stays what
-it was after the masked tiles and the first other one; `s` leaves out what `lane_sums` has, four numbers a row.
+A maximum for every tile would be one FMNMX a score more, and DV / BLOCK_N FMULs for what was summed before. But m need
+not be the maximum: whatever it is, out is the same, as long as no weight leaves the range of its dtype. So with PINNED,
+for weights in bfloat16, m is the maximum of the first tiles of keys only, those that are masked and as many more as it
+takes for every query to have met a key. It lies below no score that it was taken from; if others rise above it so far
+that a row's weights add up to more than MOST, or to infinity or NaN, the tile is taken again, `careful` to the end.
+The producer finds its number in a word of global memory, once this tile's queries are released, and hands it out anew.
+
+Invariant: as in `kernels/forward.py`, with the last tile's weights p still to be multiplied; `s` leaves out what `sums`
+has, four numbers a row.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ def seen(x, row0, column0, rows, columns, Sk, lo, hi):
 
 @gluon.jit
 def lane_sums(p):
-    """What each lane holds of the sums of rows, (rows, 4): the rest is for once, at the end of the row."""
+    """What each lane holds of the sums of rows, (rows, 4): to add these up is for once, at the end of the row."""
     by_lane = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(by_lane, 3), 1)
 
