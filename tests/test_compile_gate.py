@@ -65,16 +65,15 @@ def test_kernels_fit_and_do_not_spill(arch: str) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.parametrize("only", ["hopper-bf16", "hopper-fp16"])
-def test_hopper_kernels_fit_and_overlap_their_products(only: str) -> None:
+def test_hopper_kernels_fit_and_overlap_their_products() -> None:
     """Spills are those of the version they were counted by: 3.9's assembler makes some of its own."""
     counted = triton.__version__.startswith(gate.SPILLS_COUNTED_BY)
-    built = kernels(gate.MEASURED, only)
+    built = kernels(gate.MEASURED, "hopper")
     assert {kernel.name for kernel in built} == {"hopper_forward_kernel"}
     for kernel in built:
-        # numbers, before the loop over keys and after it
-        allowed = {"d192v128-packed": 48, "d256v256-packed": 24}.get(kernel.case.split("-", 2)[2], 0)
+        # numbers of a tile of queries, before the loop over keys and after it
+        allowed = 116 if re.search("-d(192|256)v", kernel.case) else 0
         assert not kernel.serialized and (kernel.spilled <= allowed or not counted), kernel
-        assert kernel.shared <= gate.SHARED_LIMIT[gate.MEASURED], kernel
+        assert not kernel.lost and kernel.shared <= gate.SHARED_LIMIT[gate.MEASURED], kernel
         assert kernel.opcodes.get("HGMMA") and not kernel.opcodes.get("HMMA"), kernel
         assert kernel.opcodes["USETMAXREG"] > 0, kernel
