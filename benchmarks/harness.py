@@ -32,7 +32,7 @@ from flashsoft.cli import UsageError
 from flashsoft.tuning import timing
 from flashsoft.tuning.timing import Call
 
-PRODUCT = "flashsoft"
+PRODUCT = table.PRODUCT
 SCALE = {"GB/s": 1e9, "TFLOP/s": 1e12}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FACTS = ("date", "device", "flashsoft", "torch", "triton", "cuda", "cudnn", "peers")
@@ -265,7 +265,7 @@ class Sweep:
         self._release()
         for row in rows:
             row.update({"section": case.section, **case.columns, "unit": case.unit})
-            self.failed |= row["provider"] == PRODUCT and "error" in row
+            self.failed |= table.own(row["provider"]) and "error" in row
             self._writer.writerow({**self.facts, **{key: shown(value) for key, value in row.items()}})
             print(line(case, row), flush=True)
         self._file.flush()

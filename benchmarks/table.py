@@ -43,6 +43,11 @@ def read(path: Path) -> tuple[list[Row], list[str]]:
     return rows, heads[heads.index("section") + 1 : heads.index("provider")]
 
 
+def own(provider: str) -> bool:
+    """Whether it is flashsoft, or flashsoft on a backend of a given name, and not a peer."""
+    return provider == PRODUCT or provider.startswith(f"{PRODUCT}_")
+
+
 def markdown(path: Path, show: str | None = None) -> str:
     """Every section's table; cells hold the share of the roof, or the rate where there is no roof."""
     rows, columns = read(path)
@@ -63,7 +68,7 @@ def _section(rows: Sequence[Row], columns: Sequence[str], show: str | None) -> s
     lead: dict[tuple[str, ...], float] = {}
     for case, found in cells.items():
         times = {name: float(row["median_ms"]) for name, row in found.items() if row["median_ms"]}
-        peers = [time for name, time in times.items() if name != PRODUCT]
+        peers = [time for name, time in times.items() if not own(name)]
         if PRODUCT in times and peers:
             lead[case] = min(peers) / times[PRODUCT]
         texts = [_text(found[name][show], show) if name in times else "-" for name in providers]
