@@ -1,4 +1,4 @@
-"""A PNG of a CSV of results: of softmax GB/s over the row's length, with the roof; of others the times of each case.
+"""A PNG of a CSV of results: rates over lengths and the roof (softmax, attention forward), or the times of each case.
 
 python benchmarks/plot.py benchmarks/results/softmax.csv      # writes softmax.png beside it; needs matplotlib
 """
@@ -6,6 +6,7 @@ python benchmarks/plot.py benchmarks/results/softmax.csv      # writes softmax.p
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ STYLES = {
     "eager": ("eager, an operator a step", "#999999", "x"),
     "sdpa_flash": ("SDPA FLASH", "#D55E00", "s"),
     "sdpa_cudnn": ("SDPA cuDNN", "#0072B2", "v"),
+    "flex": ("FlexAttention", "#009E73", "^"),
+    "fa3": ("FlashAttention-3", "#E69F00", "D"),
+    "fa4": ("FlashAttention-4", "#CC79A7", "P"),
+    "flashsoft_triton": ("flashsoft, portable kernels", "#777777", "o"),
     table.PRODUCT: ("flashsoft", "#000000", "o"),
 }
 PANELS = [(dtype, direction) for dtype in ("bf16", "fp32") for direction in ("forward", "backward")]
@@ -40,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     rows, columns = table.read(args.csv)
     timed = [row for row in rows if row["section"] != "roof" and row["rate"]]
     mine = [row for row in timed if row["section"] == "softmax"]
+    forward = [row for row in timed if row["section"] == "attention" and row["direction"] == "forward"]
     roof = max((float(row["rate"]) for row in rows if row["section"] == "roof" and row["rate"]), default=0.0)
     if not timed or (mine and not roof):
         raise UsageError(f"csv must hold timed rows, and for softmax those of the roof, got {args.csv} without")
@@ -51,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     path = args.csv.with_suffix(".png")
     if mine:
         draw(mine, roof, path)
+    elif forward:
+        draw_attention(forward, roof, path)
     else:
         draw_times(timed, columns, path)
     print(path)
@@ -64,15 +72,8 @@ def draw(rows: list[table.Row], roof: float, path: Path) -> None:
     figure, grid = pyplot.subplots(2, 2, figsize=(10, 7.2), sharex=True, sharey=True)
     for panel, (dtype, direction) in zip(grid.flat, PANELS, strict=True):
         panel.axhline(roof, color="#444444", linestyle="--", linewidth=1, label=f"roof: a copy, {roof:,.0f} GB/s")
-        for provider in STYLES:
-            chosen = {"dtype": dtype, "direction": direction, "provider": provider}
-            _line(panel, [row for row in rows if all(row[key] == value for key, value in chosen.items())], provider)
-        panel.set_title(f"{dtype} {direction}", fontsize=12)
-        panel.set_xscale("log", base=2)
-        panel.set_ylim(0, 1.06 * roof)
-        panel.grid(alpha=0.25)
-        panel.tick_params(axis="y", labelsize=10)
-        panel.tick_params(axis="x", labelsize=9)
+        _lines(panel, rows, {"dtype": dtype, "direction": direction}, "N")
+        _lengths(panel, f"{dtype} {direction}", 1.06 * roof)
     widths = sorted({int(row["N"]) for row in rows})
     ticks = [N for i, N in enumerate(widths) if i == 0 or N > 1.5 * widths[i - 1]]
     grid[0, 0].set_xticks(ticks, [_short(N) for N in ticks])
@@ -81,15 +82,42 @@ def draw(rows: list[table.Row], roof: float, path: Path) -> None:
         panel.set_xlabel("columns of a row (M * N = 2^28)", fontsize=11)
     for panel in grid[:, 0]:
         panel.set_ylabel("GB/s", fontsize=11)
-    found: dict[str, Any] = {}
-    for panel in grid.flat:
-        handles, labels = panel.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    names = sorted(found, key=lambda name: name != "flashsoft")
-    figure.legend([found[name] for name in names], names, loc="lower center", ncols=4, fontsize=10.5, frameon=False)
+    _legend(figure, grid)
     figure.suptitle(_title("Row softmax, bytes read and written a second", rows[0]), fontsize=12)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_attention(rows: list[table.Row], roof: float, path: Path) -> None:
+    """A column a head size, above all keys and below causal."""
+    from matplotlib import pyplot
+
+    heads = sorted({row["D"] for row in rows}, key=int)
+    masks = sorted({row["causal"] for row in rows})
+    figure, grid = pyplot.subplots(
+        len(masks), len(heads), figsize=(1 + 4.2 * len(heads), 1.6 + 3 * len(masks)),
+        sharex=True, sharey=True, squeeze=False,
+    )  # fmt: skip
+    top = 1.06 * max([roof, *(float(row["rate"]) for row in rows)])
+    for (causal, D), panel in zip(itertools.product(masks, heads), grid.flat, strict=True):
+        if roof:
+            label = f"roof: a matrix product, {roof:,.0f} TFLOP/s"
+            panel.axhline(roof, color="#444444", linestyle="--", linewidth=1, label=label)
+        _lines(panel, rows, {"D": D, "causal": causal}, "S")
+        _lengths(panel, f"D = {D}, {'causal' if causal == 'True' else 'full'}", top)
+    lengths = sorted({int(row["S"]) for row in rows})
+    grid[0, 0].set_xticks(lengths, [_short(S) for S in lengths])
+    grid[0, 0].minorticks_off()
+    for panel in grid[-1]:
+        panel.set_xlabel("tokens of a sequence (16k in all)", fontsize=11)
+    for panel in grid[:, 0]:
+        panel.set_ylabel("TFLOP/s", fontsize=11)
+    _legend(figure, grid)
+    figure.suptitle(_title("Attention forward, bf16", rows[0]), fontsize=12)
+    height = figure.get_figheight()
+    figure.tight_layout(rect=(0, 0.7 / height, 1, 1))
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
@@ -121,11 +149,7 @@ def draw_times(rows: list[table.Row], columns: list[str], path: Path) -> None:
         panel.set_ylim(len(cases[name]) - 0.4, -0.6)
         panel.grid(alpha=0.25)
     grid[-1, 0].set_xlabel("microseconds", fontsize=11)
-    found: dict[str, Any] = {}
-    for panel in grid.flat:
-        handles, labels = panel.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    figure.legend(list(found.values()), list(found), loc="lower center", ncols=4, fontsize=10, frameon=False)
+    _legend(figure, grid)
     figure.suptitle(_title("Median times, left is faster", rows[0]), fontsize=12)
     height = figure.get_figheight()
     figure.tight_layout(rect=(0, 0.6 / height, 1, 1 - 0.3 / height))
@@ -149,13 +173,39 @@ def _title(what: str, fact: table.Row) -> str:
     return "\n".join(title)
 
 
-def _line(panel: Any, rows: list[table.Row], provider: str) -> None:
-    name, colour, marker = STYLES[provider]
-    points = sorted((int(row["N"]), float(row["rate"])) for row in rows)
-    if points:
-        wide = provider == table.PRODUCT
-        panel.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=6 if wide else 5,
-                   linewidth=3 if wide else 1.4, zorder=5 if wide else 3)  # fmt: skip
+def _lengths(panel: Any, title: str, top: float) -> None:
+    """Axes of a rate over lengths."""
+    panel.set_title(title, fontsize=12)
+    panel.set_xscale("log", base=2)
+    panel.set_ylim(0, top)
+    panel.grid(alpha=0.25)
+    panel.tick_params(axis="y", labelsize=10)
+    panel.tick_params(axis="x", labelsize=9)
+
+
+def _lines(panel: Any, rows: list[table.Row], chosen: dict[str, str], length: str) -> None:
+    """Of every contender, its rate over a column of lengths."""
+    for provider, (name, colour, marker) in STYLES.items():
+        wanted = chosen | {"provider": provider}
+        points = sorted(
+            (int(row[length]), float(row["rate"]))
+            for row in rows
+            if all(row[key] == value for key, value in wanted.items())
+        )
+        if points:
+            wide = provider == table.PRODUCT
+            panel.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=6 if wide else 5,
+                       linewidth=3 if wide else 1.4, zorder=5 if wide else 3)  # fmt: skip
+
+
+def _legend(figure: Any, grid: Any) -> None:
+    """One for all panels, below them, the product first."""
+    found: dict[str, Any] = {}
+    for panel in grid.flat:
+        handles, labels = panel.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    names = sorted(found, key=lambda name: name != STYLES[table.PRODUCT][0])
+    figure.legend([found[name] for name in names], names, loc="lower center", ncols=4, fontsize=10.5, frameon=False)
 
 
 def _short(N: int) -> str:
