@@ -17,13 +17,13 @@ from typing import Any
 
 import harness
 import torch
+from attention_peers import Attend, flexible
 from harness import Benchmark, Case, Contenders
 from torch import Tensor
 
 import flashsoft
 from flashsoft import ALiBi, Causal, Padding, Segments, Window
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SOFTCAP = 30.0
 
 
@@ -34,22 +34,6 @@ def documents(S: int) -> list[int]:
     while (left := S - sum(lengths)) > 0:
         lengths.append(min(left, int(torch.randint(S // 64, S // 4 + 1, (), generator=drawn))))
     return lengths
-
-
-@functools.cache
-def flex() -> Callable[..., Tensor]:
-    """FlexAttention, compiled: its own way to be fast."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)  # type: ignore[no-any-return]
-
-
-def flexible(allowed: Callable[..., Tensor], S: int, device: torch.device) -> Attend:
-    """FlexAttention over what `allowed(b, h, i, j)` lets through, its block mask made beforehand."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    blocks = create_block_mask(allowed, None, None, S, S, device=device)
-    return lambda q, k, v: flex()(q, k, v, block_mask=blocks)
 
 
 def kept(name: str, S: int) -> float:

@@ -10,11 +10,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+import flashsoft
+from flashsoft import dispatch
 from flashsoft.cli import UsageError
 from flashsoft.tuning import timing
 
@@ -26,7 +28,7 @@ HEADS = ("peers", "date", "device", "torch", "triton", "section", "M", "N", "dty
 
 
 def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "BENCH_FA3_LIB")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *args]
@@ -50,7 +52,7 @@ def asked(**changed: object) -> argparse.Namespace:
         ("softmax", 28, BF16, "torch,naive,liger,quack"),
         ("logits", 24, 1e-6, "eager"),
         ("cross_entropy", 7, 1e-6, "torch,liger,quack"),
-        ("attention", 4, 8 * BF16, "sdpa_flash,sdpa_cudnn"),  # gradients on 20 keys stay below 8
+        ("attention", 10, 8 * BF16, "sdpa_flash,sdpa_cudnn,fa3"),  # gradients on 20 keys stay below 8
         ("attention_terms", 24, None, "plain"),
         ("host", 2, None, "torch,compile"),
     ],
@@ -72,7 +74,12 @@ def test_dry_run(name: str, cases: int, bound: float | None, peers: str, tmp_pat
     if name == "attention":
         # cuDNN is not on the CPU: each of its cells says so, and the sweep went on
         missing = [row["error"] for row in rows if row["provider"] == "sdpa_cudnn"]
-        assert len(missing) == cases and all(missing)
+        assert len(missing) == 8 and all(missing)  # neither under a window nor packed
+        assert {row["section"] for row in own} == {"attention", "gqa", "window", "mla", "varlen"}
+        if importlib.util.find_spec("flash_attn_3") is None:
+            assert "left out: fa3, No module named" in done.stdout
+            assert "fa3" not in {row["provider"] for row in rows}
+        assert all(row["max_error"] for row in own)
     if name == "softmax":
         assert {row["direction"] for row in own} == {"forward", "backward"}
         assert {row["section"] for row in own} == {"softmax", "few_rows", "neighbours"}
@@ -118,6 +125,96 @@ def test_softmax_declares_the_shapes_it_is_judged_by() -> None:
         assert {(N - 1, N - 1), (N, N), (N + 1, N + 1), (N, N + 1 + N % 2)} <= near
 
 
+def test_attention_declares_the_shapes_it_is_judged_by() -> None:
+    attention = module("attention")
+    cases = list(attention.every(asked(dry=False)))
+    whole = [case.columns for case in cases if case.section == "attention"]
+    shapes = {(c["D"], c["causal"], c["S"], c["B"], c["H"], c["direction"]) for c in whole}
+    assert len(shapes) == len(whole) == 3 * 2 * 6 * 2
+    assert all(c["S"] * c["B"] == 16384 and c["D"] * c["H"] == 2048 for c in whole)
+    others = [case for case in cases if case.section != "attention"]
+    assert {case.columns["direction"] for case in others} == {"forward"}
+    assert [case.section for case in others] == ["gqa"] * 4 + ["window"] * 2 + ["mla"] * 4 + ["varlen"] * 2
+    assert {(case.section, case.yardstick) for case in others} == {
+        ("gqa", "sdpa_cudnn"), ("window", "flex"), ("mla", "sdpa_cudnn"), ("varlen", "flashsoft_triton")
+    }  # fmt: skip
+    chosen = attention.BENCHMARK.chosen(asked(dry=False, only=[("D", {"64", "128"}), ("section", {"gqa", "varlen"})]))
+    assert [(case.section, case.columns["D"]) for case in chosen] == [("gqa", 128)] * 4 + [
+        ("varlen", 64),
+        ("varlen", 128),
+    ]
+    problem = module("attention_problem")
+    lengths = problem.documents(64, 64, 2048)
+    assert lengths == problem.documents(64, 64, 2048) and len(set(lengths)) > 32
+    assert 64 <= min(lengths) and max(lengths) <= 2048
+    for S, reach in ((9, 4), (9, 9), (4, 9)):
+        assert problem.kept(S, reach) == int(torch.ones(S, S).tril().triu(1 - reach).sum())
+
+
+def test_portable_kernels_are_a_contender_where_dispatch_picks_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, problem = module("attention"), module("attention_problem")
+    plain = problem.Problem(1, 2, 64, 64, True)
+    packed = problem.Problem(2, 2, 64, 64, True, lengths=(32, 32))
+    device = torch.device("cuda")
+    assert not attention.has_own_kernels(plain, False, torch.device("cpu"))
+    for capability in ((8, 0), (9, 0)):
+        target = dispatch.Target("cuda", capability, True, False)
+        monkeypatch.setattr(dispatch, "target_of", lambda device, target=target: target)
+        hopper = importlib.import_module("flashsoft.kernels.hopper")
+        portable = importlib.import_module("flashsoft.kernels")
+        for kernel, backward in (("attention_forward", False), ("attention_backward", True)):
+            apart = capability == (9, 0) and getattr(hopper, kernel) is not getattr(portable, kernel)
+            for asked_for in (plain, packed):
+                assert attention.has_own_kernels(asked_for, backward, device) == apart
+
+
+@pytest.mark.parametrize("peer", ["fa3", "fa4"])
+def test_flash_attention_is_asked_in_its_own_layout(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins take (B, S, H, D) or (T, H, D) and the peer's words, and compute what was asked."""
+    peers, problem = module("attention_peers"), module("attention_problem")
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **said: object) -> tuple[torch.Tensor, ...]:
+        assert said.pop("num_splits" if peer == "fa3" else "return_lse") == 1
+        mask = flashsoft.Causal() if said.pop("is_causal" if peer == "fa3" else "causal") else None
+        if "window_size_left" in said:
+            assert said.pop("window_size_right") == 0
+            mask = flashsoft.Window(said.pop("window_size_left"))
+        if said:
+            return *flashsoft.attention_varlen(q, k, v, **said, mask=mask, return_lse=True), "more"
+        out, lse = flashsoft.attention(*(t.transpose(1, 2) for t in (q, k, v)), mask=mask, return_lse=True)
+        return out.transpose(1, 2), lse, "more"
+
+    def gradients(dout: torch.Tensor, *tensors: torch.Tensor, causal: bool) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = forward(*leaves, **({"is_causal": causal, "num_splits": 1} if peer == "fa3" else
+                                  {"causal": causal, "return_lse": True}))[0]  # fmt: skip
+        return torch.autograd.grad(out, leaves, dout)
+
+    def fa3_backward(dout, q, k, v, out, lse, dq, dk, dv, *, is_causal):
+        for into, gradient in zip((dq, dk, dv), gradients(dout, q, k, v, causal=is_causal), strict=True):
+            into.copy_(gradient)
+
+    def fa4_backward(q, k, v, out, dout, lse, *, causal):
+        return *gradients(dout, q, k, v, causal=causal), "more"
+
+    monkeypatch.setattr(peers, "fa3_operators", lambda: SimpleNamespace(fwd=forward, bwd=fa3_backward))
+    interface = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=fa4_backward)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    for case, backward in (
+        (problem.Problem(2, 2, 9, 16, False), True),
+        (problem.Problem(2, 2, 9, 16, True), True),
+        (problem.Problem(2, 4, 9, 16, True, Hkv=2, Dv=8), False),
+        (problem.Problem(1, 2, 9, 16, True, window=4), False),
+        (problem.Problem(2, 2, 9, 16, True, lengths=(4, 5)), False),
+    ):
+        x = case.inputs(torch.device("cpu"))
+        result = peers.PEERS[peer](x, backward)()
+        wanted = x.wanted()[1:] if backward else x.wanted()[:1]
+        for got, want in zip(result if backward else [result], wanted, strict=True):
+            torch.testing.assert_close(x.last(got).double(), want, atol=8 * BF16, rtol=0)
+
+
 def test_strided_cases_are_strided() -> None:
     softmax = module("softmax")
     for backward in (False, True):
@@ -151,6 +248,13 @@ def test_table_shows_the_best_and_the_losses(tmp_path: Path) -> None:
     assert "| 1 | 256 | bf16 | forward | 0.50 | 0.62 | **1.00** | 0.50 |" in text
     assert "geometric mean 0.894; below 0.98 in 1 of 2 cells: 1 256 bf16 forward 0.50" in text
     assert "| **1.25** | 2 | - |" in module("table").markdown(path, "median_ms")
+
+
+def test_table_counts_no_backend_of_ours_as_a_peer(tmp_path: Path) -> None:
+    path = results(tmp_path / "a.csv", ("128", "bf16", "flashsoft", "2"), ("128", "bf16", "flashsoft_triton", "1"),
+                   ("128", "bf16", "torch", "3"))  # fmt: skip
+    text = module("table").markdown(path)
+    assert "| 0.50 | **1.00** | 0.33 | 1.50 |" in text and "geometric mean 1.500" in text
 
 
 def test_table_refuses_what_is_no_result(tmp_path: Path) -> None:
