@@ -315,7 +315,8 @@ def consume(
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
         parts = _parts(acc.to(dtype), DV // COLUMNS)
         for c in gl.static_range(DV // COLUMNS):
-            tma.store_wait(OUT_SLOTS - 1)  # what lay in this slot before has left it
+            # what lay in this slot before has left it; of packed sequences not every part is sent off, to be counted
+            tma.store_wait(OUT_SLOTS - 1 if cu_q is None else 0)
             part = outs.index(CONSUMER * OUT_SLOTS + c % OUT_SLOTS)
             part.reshape([ROWS, COLUMNS]).store(parts[c])
             fence_async_shared()
