@@ -423,7 +423,7 @@ def measure(case: str, kernel: Any, log: str) -> Kernel:
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     report.spilled = int(stores) + int(loads)
     report.serialized = "instructions are serialized" in log
-    if case.startswith(("attention", "hopper")):
+    if re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", kernel.asm["ptx"]):  # to disassemble takes long
         code = sass.listing(kernel.asm["cubin"])
         report.opcodes, report.lost = sass.opcodes(code), sass.lost_descriptors(code)
     return report

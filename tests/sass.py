@@ -113,11 +113,11 @@ def _origin(code: list[Instruction], at: int, register: str) -> str:
             continue
         place = f"{line.address} {line.name} {', '.join(line.operands)}"
         if _is_swap(line):
-            other = line.operands[2]
-            swap = [
-                i for i in range(index + 1) if _is_swap(code[i]) and {register, other} == set(code[i].operands[1:3])
-            ]
-            return _origin(code, swap[-3], other) if len(swap) >= 3 else place
+            pair = set(line.operands[1:3])
+            swaps = [i for i in range(index + 1) if _is_swap(code[i]) and set(code[i].operands[1:3]) == pair]
+            before = (len(swaps) - 1) % 3  # of the three; after the first of them a register holds neither value
+            (other,) = pair - {register}
+            return _origin(code, swaps[-1 - before], other) if before else place
         if line.family == "LDL":
             number = int(register.lstrip("R")) - int(line.operands[0].lstrip("R"))
             return _origin_of_spilled(code, index, _offset(line.operands[1]) + 4 * number)

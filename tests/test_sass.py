@@ -26,6 +26,13 @@ def code(*lines: str) -> list[sass.Instruction]:
             "ULOP3.LUT UR18, UR19, UR18, URZ, 0x3c, !UPT",
             "ULOP3.LUT UR19, UR19, UR18, URZ, 0x3c, !UPT",
         ),
+        (
+            "UMOV UR18, UR4",
+            "UMOV UR10, 0x80000020",
+            "ULOP3.LUT UR10, UR10, UR19, URZ, 0x3c, !UPT",
+            "ULOP3.LUT UR19, UR10, UR19, URZ, 0x3c, !UPT",
+            "ULOP3.LUT UR10, UR10, UR19, URZ, 0x3c, !UPT",
+        ),
         ("MOV R7, 0x40000040", "STL.64 [R1+0x10], R6", "MOV R7, R3", "LDL.64 R8, [R1+0x10]", "R2UR UR19, R9"),
     ],
 )
@@ -38,6 +45,7 @@ def test_a_constant_upper_half_is_found(lines: tuple[str, ...]) -> None:
     [
         (("ULDC UR11, c[0x0][0x298]", "UIADD3.X UR19, UR11, -0x3ffffff0, URZ, UP0, !UPT"), "ULDC UR11"),
         (("LDG.E R4, desc[UR4][R2.64]", "STL [R1], R4", "LDL R8, [R1]", "R2UR UR19, R8"), "LDG.E R4"),
+        (("UMOV UR19, URZ", "UMOV UR18, URZ", "ULOP3.LUT UR19, UR19, UR18, URZ, 0x3c, !UPT"), "ULOP3.LUT UR19"),
         (("STL [R1], R4", "LDL R8, [R1+0x8]", "R2UR UR19, R8"), "the stack at 0x8"),
         (("UIADD3.X UR19, UR27, -0x3ffffff0, URZ, UP0, !UPT",), "UR27, which nothing sets"),
         (("ULDC UR12, c[0x0][0x2d0]", "UIMAD.WIDE UR18, UR12, UR28, URZ"), "ULDC UR12"),

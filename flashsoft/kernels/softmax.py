@@ -9,6 +9,9 @@ commutative up to rounding. So a row may be cut anywhere and its parts be taken 
 splits over programs, ranks of a group. `update` is the merge with the state of a fresh tile, and also returns
 what a weighted sum over the row needs: acc <- acc * alpha + p @ v. `finish` ends a row.
 
+Any other pivot in the place of m is a state of the same row, which `merge` and `finish` take as well, as long as no
+weight and no sum of them leaves the range of its dtype; the maximum is the one that never overflows.
+
 Not finite: a row without mass (all -inf, or wholly masked) stays (-inf, 0) and finishes as (0, -inf). +inf makes
 s infinite and finishes as (NaN, +inf); NaN goes through s, so that hardware maxima which drop NaN do no harm.
 

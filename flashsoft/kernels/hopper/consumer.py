@@ -10,7 +10,7 @@ Per step and warpgroup, 64 x BLOCK_N scores: 2 * 64 * BLOCK_N * (D + DV) flops, 
 of the tensor cores; 64 * BLOCK_N exponentials, 16 a cycle; per score one FFMA, MUFU and FADD and half an F2FP.
 
 A maximum for every tile would be one FMNMX a score more, and DV / BLOCK_N FMULs for what was summed before. But m need
-not be the maximum: whatever it is, out is the same, as long as no weight leaves the range of its dtype. So with PINNED,
+not be the maximum: whatever it is, out is the same, as long as no weight and no sum leaves its range. So with PINNED,
 for weights in bfloat16, m is the maximum of the first tiles of keys only, those that are masked and as many more as it
 takes for every query to have met a key. It lies below no score that it was taken from; if others rise above it so far
 that a row's weights add up to more than MOST, or to infinity or NaN, the tile is taken again, `careful` to the end.
@@ -154,7 +154,7 @@ def _parts(x, PARTS: gl.constexpr):
 def _step(
     m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, careful, i, scale, unit, cap, Sk, lo, hi,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr,
-    TURNS: gl.constexpr, FENCE: gl.constexpr, PINNED: gl.constexpr,
+    PINNED: gl.constexpr,
 ):  # fmt: skip
     """Takes visit i, use n + 1 of the keys, into the state, and the weights p of use n with its values into acc.
 
@@ -162,13 +162,11 @@ def _step(
     """
     BANDED: gl.constexpr = (lo is not None) or (hi is not None)
     wait_full(keys, n + 1)
-    if TURNS:
-        take_turn(CONSUMER, CONSUMERS)
+    take_turn(CONSUMER)
     x_coming = _products(q, q_more, keys, n + 1, BLOCK_N)
     wait_full(values, n)
     acc_coming = warpgroup_mma(p, tile_in_use(values, n), acc, is_async=True)
-    if TURNS:
-        pass_turn(CONSUMER, CONSUMERS)
+    pass_turn(CONSUMER, CONSUMERS)
     x = warpgroup_mma_wait(1, deps=[x_coming])
     release(keys, n + 1)
     x = _capped(x, scale, cap)
@@ -186,9 +184,8 @@ def _step(
         s, sums = _scaled(s, sums, alpha)
     weights = weights_at(m, x, unit)
     sums += lane_sums(weights)
-    if FENCE:
-        # full already; but it ends a basic block, or ptxas 12.8 moves the wait below above the exponentials
-        wait_full(values, n)
+    # full already; but it ends a basic block, or ptxas 12.8 moves the wait below above the exponentials
+    wait_full(values, n)
     acc, weights = warpgroup_mma_wait(0, deps=[acc_coming, weights])
     release(values, n)
     if not PINNED:
@@ -200,13 +197,14 @@ def _step(
 
 @gluon.jit
 def consume(
-    out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides, Dv, Sq, Sk, Hq,
-    scale, cap, lo, hi, sequences, heads,
+    given,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr,
-    TURNS: gl.constexpr, FENCE: gl.constexpr, OUT_SLOTS: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
+    OUT_SLOTS: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
     LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """out and lse of rows 64 * CONSUMER to 64 * CONSUMER + 63 of every tile that the producer announces."""
+    (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides, Dv, Sq, Sk, Hq,
+     scale, cap, lo, hi, sequences, heads) = given  # fmt: skip
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = queries.full.shape[0]
     COLUMNS: gl.constexpr = outs.shape[4]  # of a part of out
@@ -215,9 +213,8 @@ def consume(
     acc_layout: gl.constexpr = product_layout(DV)
     row_layout: gl.constexpr = gl.SliceLayout(1, x_layout)
     unit = scale if cap is None else 1.0
-    if TURNS:
-        if CONSUMER == CONSUMERS - 1:
-            pass_turn(CONSUMER, CONSUMERS)
+    if CONSUMER == CONSUMERS - 1:
+        pass_turn(CONSUMER, CONSUMERS)
     n = 0
     turn = 0
     wait_full(queries, 0)
@@ -256,20 +253,17 @@ def consume(
             skipped = unseen(visits, row0 + ROWS - 1, most, BLOCK_N)
             for _ in range(skipped):
                 wait_full(keys, n)
-                if TURNS:
-                    take_turn(CONSUMER, CONSUMERS)
-                    pass_turn(CONSUMER, CONSUMERS)
+                take_turn(CONSUMER)
+                pass_turn(CONSUMER, CONSUMERS)
                 release(keys, n)
                 wait_full(values, n)
                 release(values, n)
                 n += 1
         first = keys_of(visits, skipped, least, BLOCK_N)
         wait_full(keys, n)
-        if TURNS:
-            take_turn(CONSUMER, CONSUMERS)
+        take_turn(CONSUMER)
         x = _products(q, q_more, keys, n, BLOCK_N)
-        if TURNS:
-            pass_turn(CONSUMER, CONSUMERS)
+        pass_turn(CONSUMER, CONSUMERS)
         x = warpgroup_mma_wait(0, deps=[x])
         release(keys, n)
         x = _capped(x, scale, cap)
@@ -289,7 +283,7 @@ def consume(
         for i in range(skipped + 1, visits.count):
             m, s, sums, acc, p = _step(
                 m, s, sums, acc, p, q, q_more, keys, values, n, row0, visits, careful, i, scale, unit, cap, place.Sk,
-                least, most, CONSUMER, CONSUMERS, BLOCK_N, DV, TURNS, FENCE, PINNED,
+                least, most, CONSUMER, CONSUMERS, BLOCK_N, DV, PINNED,
             )  # fmt: skip
             n += 1
         s += gl.convert_layout(gl.sum(sums, 1), row_layout)
@@ -332,6 +326,5 @@ def consume(
         wait_full(queries, turn)
         what = announced(words, turn % SLOTS, 0)
     tma.store_wait(0)
-    if TURNS:
-        if CONSUMER == 0:
-            take_turn(CONSUMER, CONSUMERS)
+    if CONSUMER == 0:
+        take_turn(CONSUMER)

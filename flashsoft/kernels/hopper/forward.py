@@ -38,7 +38,7 @@ def hopper_forward_kernel(
     q_desc, k_desc, v_desc, sink, q_more, k_more, cu_q, cu_k, out_desc, lse, out, queue,
     out_strides, Dv, Sq, Sk, Hq, group, scale, cap, lo, hi, sequences, tiles, heads, section,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, MORE: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, TURNS: gl.constexpr, FENCE: gl.constexpr, QUEUE: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, QUEUE: gl.constexpr,
     OUT_COLUMNS: gl.constexpr, OUT_SLOTS: gl.constexpr, MASKED: gl.constexpr, PINNED: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -55,33 +55,27 @@ def hopper_forward_kernel(
     outs = _tiles(out_desc, CONSUMERS * OUT_SLOTS, 64, OUT_COLUMNS)
     words = gl.allocate_shared_memory(gl.int32, [WORDS * Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    # constants stand in each list of arguments for themselves: in a shared tuple they would lose their type
+    # what is known when the kernel runs, in one tuple; constants would lose their type there
+    given = (
+        out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides, Dv, Sq, Sk, Hq,
+        scale, cap, lo, hi, sequences, heads,
+    )  # fmt: skip
+    fed = (
+        q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, words, queue, Sq, Sk, Hq, group, lo,
+        hi, sequences, tiles, heads, section,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides,
-                       Dv, Sq, Sk, Hq, scale, cap, lo, hi, sequences, heads, gl.constexpr(0), CONSUMERS,
-                       BLOCK_N, DV, TURNS, FENCE, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
-            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides,
-                       Dv, Sq, Sk, Hq, scale, cap, lo, hi, sequences, heads, gl.constexpr(1), CONSUMERS,
-                       BLOCK_N, DV, TURNS, FENCE, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
-            (produce, (q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, words, queue, Sq,
-                       Sk, Hq, group, lo, hi, sequences, tiles, heads, section, CONSUMERS, BLOCK_N, D + MORE, DV,
-                       QUEUE, PINNED, LOWER_RIGHT)),
+            (consume, (given, gl.constexpr(0), CONSUMERS, BLOCK_N, DV, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
+            (consume, (given, gl.constexpr(1), CONSUMERS, BLOCK_N, DV, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
+            (produce, (fed, CONSUMERS, BLOCK_N, D + MORE, DV, QUEUE, PINNED, LOWER_RIGHT)),
         ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides,
-                       Dv, Sq, Sk, Hq, scale, cap, lo, hi, sequences, heads, gl.constexpr(0), CONSUMERS,
-                       BLOCK_N, DV, TURNS, FENCE, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
-            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides,
-                       Dv, Sq, Sk, Hq, scale, cap, lo, hi, sequences, heads, gl.constexpr(1), CONSUMERS,
-                       BLOCK_N, DV, TURNS, FENCE, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
-            (consume, (out_desc, lse, out, sink, cu_q, cu_k, queries, keys, values, outs, words, queue, out_strides,
-                       Dv, Sq, Sk, Hq, scale, cap, lo, hi, sequences, heads, gl.constexpr(2), CONSUMERS,
-                       BLOCK_N, DV, TURNS, FENCE, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
-            (produce, (q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, words, queue, Sq,
-                       Sk, Hq, group, lo, hi, sequences, tiles, heads, section, CONSUMERS, BLOCK_N, D + MORE, DV,
-                       QUEUE, PINNED, LOWER_RIGHT)),
+            (consume, (given, gl.constexpr(0), CONSUMERS, BLOCK_N, DV, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
+            (consume, (given, gl.constexpr(1), CONSUMERS, BLOCK_N, DV, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
+            (consume, (given, gl.constexpr(2), CONSUMERS, BLOCK_N, DV, OUT_SLOTS, MASKED, PINNED, LOWER_RIGHT)),
+            (produce, (fed, CONSUMERS, BLOCK_N, D + MORE, DV, QUEUE, PINNED, LOWER_RIGHT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -136,7 +130,7 @@ def _plan(
     )  # fmt: skip
     options = dict(
         CONSUMERS=config.consumers, BLOCK_N=config.block_n, D=columns, MORE=more, DV=values, STAGES=config.stages,
-        Q_STAGES=config.q_stages, TURNS=config.turns, FENCE=config.fence, QUEUE=config.queue,
+        Q_STAGES=config.q_stages, QUEUE=config.queue,
         OUT_COLUMNS=config.out_columns, OUT_SLOTS=config.out_slots,
         MASKED=banded or count % config.block_n != 0 or cu_q is not None, PINNED=config.pinned,
         REGISTERS=config.registers, PRODUCER_REGISTERS=config.producer_registers, LOWER_RIGHT=lower_right, num_warps=4,

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .rings import fill, load_rows, wait_empty
-from .scheduler import following, keys_of, leave, place_of, sequence_at, settle, visits_of
+from .scheduler import following, keys_of, leave, next_tile, place_of, sequence_at, visits_of
 
 WORDS = gl.constexpr(4)  # of an announcement: 2 * tile, and 1 if it is taken again; or -1 at the end; b; h; sequence
 
@@ -38,12 +38,13 @@ def again_of(queue, SLOTS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, words, queue, Sq, Sk, Hq, group,
-    lo, hi, sequences, tiles, heads, section,
+    given,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, QUEUE: gl.constexpr,
     PINNED: gl.constexpr, LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Feeds the consumers until no tile is left, and says so."""
+    (q_desc, k_desc, v_desc, q_more, k_more, cu_q, cu_k, queries, keys, values, words, queue, Sq, Sk, Hq, group, lo,
+     hi, sequences, tiles, heads, section) = given  # fmt: skip
     BLOCK_M: gl.constexpr = CONSUMERS * 64
     SLOTS: gl.constexpr = queries.full.shape[0]
     BYTES: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
@@ -52,7 +53,7 @@ def produce(
     else:
         LAST: gl.constexpr = 0
     total = tiles * heads
-    number, tile, head, sequence = settle(
+    number, tile, head, sequence = next_tile(
         gl.program_id(0), tiles, heads, section, cu_q, sequences, Sq, queue, BLOCK_M, QUEUE
     )
     b = head // Hq
@@ -102,7 +103,7 @@ def produce(
                 before = first
                 n += 1
             if again == 0:
-                number, tile, head, sequence = settle(
+                number, tile, head, sequence = next_tile(
                     following(number, queue, QUEUE), tiles, heads, section, cu_q, sequences, Sq, queue, BLOCK_M, QUEUE
                 )
                 b = head // Hq

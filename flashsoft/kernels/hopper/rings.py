@@ -108,17 +108,15 @@ def _barrier(ACTION: gl.constexpr, WHICH: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+def take_turn(CONSUMER: gl.constexpr):
     """Waits for this consumer's turn."""
-    if CONSUMERS > 1:
-        _barrier("sync", TURNS + CONSUMER, 256)
+    _barrier("sync", TURNS + CONSUMER, 256)
 
 
 @gluon.jit
 def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Gives the turn to the next consumer."""
-    if CONSUMERS > 1:
-        _barrier("arrive", TURNS + (CONSUMER + 1) % CONSUMERS, 256)
+    _barrier("arrive", TURNS + (CONSUMER + 1) % CONSUMERS, 256)
 
 
 @gluon.jit

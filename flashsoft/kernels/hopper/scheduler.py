@@ -153,7 +153,7 @@ def following(number, queue, QUEUE: gl.constexpr):
 
 
 @gluon.jit
-def settle(number, tiles, heads, section, cu_q, sequences, Tq, queue, BLOCK_M: gl.constexpr, QUEUE: gl.constexpr):
+def next_tile(number, tiles, heads, section, cu_q, sequences, Tq, queue, BLOCK_M: gl.constexpr, QUEUE: gl.constexpr):
     """The next number from this one on whose tile has queries, with its tile, head and packed sequence.
 
     From tiles * heads on there are none.
